@@ -7,10 +7,15 @@ collective of a training step runs on WORLD.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from hf_meshadapt.metering import SocketMeter
 
 
 @dataclass(frozen=True)
@@ -69,28 +74,38 @@ class MeshGroups:
         control: this replica's stages, CPU tensors; gradient norms and other few-byte agreements.
         replica_control: this stage's replicas, CPU tensors; token counts.
         save: all ranks, CPU tensors; streams checkpoint shards and agrees that a checkpoint is whole.
+
+    A `meter` given at construction learns which connections belong to which axis (both control groups are `control`).
     """
 
-    def __init__(self, topology: MeshTopology, wire_backend: str, timeout_seconds: float):
+    def __init__(
+        self,
+        topology: MeshTopology,
+        wire_backend: str,
+        timeout_seconds: float,
+        meter: SocketMeter | None = None,
+    ):
         self.topology = topology
         self.timeout_seconds = timeout_seconds
 
-        def make(rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup | None:
+        def make(axis: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup | None:
             # Every rank makes every group, its own or not, in this one order: new_group is collective over WORLD.
             mine = None
-            for ranks in rank_lists:
-                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=backend)
-                if topology.rank in ranks:
-                    mine = group
+            with meter.axis(axis) if meter else nullcontext():
+                for ranks in rank_lists:
+                    group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=backend)
+                    if topology.rank in ranks:
+                        mine = group
             return mine
 
         pipelines = [topology.pipeline_ranks(replica) for replica in range(topology.replicas)]
         replicas = [topology.data_parallel_ranks(stage) for stage in range(topology.stages)]
-        self.pipeline = make(pipelines, wire_backend)
-        self.data_parallel = make(replicas, wire_backend)
+        self.pipeline = make("pipeline", pipelines, wire_backend)
+        self.data_parallel = make("data_parallel", replicas, wire_backend)
         self.tied = None
         if topology.stages > 1:
-            self.tied = make([topology.tied_ranks(replica) for replica in range(topology.replicas)], wire_backend)
-        self.control = make(pipelines, "gloo")
-        self.replica_control = make(replicas, "gloo")
-        self.save = make([list(range(topology.stages * topology.replicas))], "gloo")
+            ends = [topology.tied_ranks(replica) for replica in range(topology.replicas)]
+            self.tied = make("tied", ends, wire_backend)
+        self.control = make("control", pipelines, "gloo")
+        self.replica_control = make("control", replicas, "gloo")
+        self.save = make("save", [list(range(topology.stages * topology.replicas))], "gloo")

@@ -1,0 +1,229 @@
+"""Checkpoint folders that are whole or absent: written aside, moved into place in one rename, checked before use.
+
+Pure filesystem code (no torch). A checkpoint is an ordinary Hugging Face folder plus `mesh_state/`:
+
+    config.json  model-0000i-of-0000N.safetensors  model.safetensors.index.json  ...
+    mesh_state/optimizer-stage-0000i.safetensors + .json   optimizer state by parameter name, one pair per stage
+    mesh_state/rank-0000i.safetensors + .json              random number generators, scheduler, extras
+    mesh_state/mesh.json                                   mesh shape, step, versions; written last
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+import hf_meshadapt
+
+logger = logging.getLogger(__name__)
+
+MESH_STATE = "mesh_state"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MESH_FORMAT = 1
+PARTIAL_PREFIX = ".partial-"
+REPLACED_PREFIX = ".replaced-"
+# The limit that the safetensors library itself sets; it keeps a corrupt length from asking for gigabytes.
+MAX_HEADER_BYTES = 100_000_000
+NUM_NAMES_SHOWN = 8
+
+
+def some_names(names) -> str:
+    """Names for an error message, the first few of them when there are many."""
+    names = sorted(names)
+    more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
+    return ", ".join(names[:NUM_NAMES_SHOWN]) + more
+
+
+def write_json(path: Path, value) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path):
+    """Parses a JSON file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is not JSON; names it.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): the file is damaged, use another checkpoint") from error
+
+
+def read_header(path: Path) -> dict[str, dict]:
+    """Tensor entries (`dtype`, `shape`, `data_offsets` in bytes) of a safetensors file, by name; reads no tensor.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is not safetensors, or is not as long as its header says.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_bytes > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"{path} ({size} bytes) is cut off or is not safetensors: use another checkpoint")
+        try:
+            header = json.loads(file.read(header_bytes))
+        except ValueError as error:
+            raise ValueError(f"{path} has a damaged safetensors header ({error}): use another checkpoint") from error
+    header.pop("__metadata__", None)
+    expected = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != expected:
+        raise ValueError(f"{path} has {size} bytes where its header says {expected}: use another checkpoint")
+    return header
+
+
+def weight_map(folder: Path) -> dict[str, Path]:
+    """File that holds each stored weight, from the index, or from the single `model.safetensors`.
+
+    Raises:
+        FileNotFoundError: the folder has neither.
+        ValueError: the index is damaged or names a file outside the folder.
+    """
+    if (folder / INDEX_NAME).exists():
+        files = read_json(folder / INDEX_NAME)["weight_map"]
+        strange = sorted({name for name in files.values() if Path(name).name != name})
+        if strange:
+            raise ValueError(f"{folder / INDEX_NAME} names shards outside its folder: {strange}")
+        return {weight: folder / name for weight, name in files.items()}
+    single = folder / SINGLE_NAME
+    if not single.exists():
+        raise FileNotFoundError(f"{folder} has no weights: neither {INDEX_NAME} nor {SINGLE_NAME} is there")
+    return dict.fromkeys(read_header(single), single)
+
+
+def save_mesh_info(folder: Path, mesh: dict, step: int) -> Path:
+    """Writes `mesh_state/mesh.json`; call it last, its presence says that the rest was written.
+
+    Args:
+        folder: the (partial) checkpoint folder.
+        mesh: JSON-able shape of the mesh, such as `dataclasses.asdict(MeshConfig(...))`.
+        step: optimizer steps taken.
+    """
+    packages = ("torch", "transformers", "accelerate", "safetensors")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions["hf_meshadapt"] = hf_meshadapt.__version__
+    path = folder / MESH_STATE / "mesh.json"
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, {"format": MESH_FORMAT, "step": step, "mesh": mesh, "versions": versions})
+    return path
+
+
+def load_mesh_info(folder: Path) -> dict:
+    """Contents of `mesh.json`: `format`, `step`, `mesh`, `versions`.
+
+    Raises:
+        FileNotFoundError: the checkpoint has none, so a mesh did not write it or did not finish.
+        ValueError: damaged, or of a newer format than this version reads.
+    """
+    path = folder / MESH_STATE / "mesh.json"
+    info = read_json(path)
+    if not isinstance(info, dict) or not isinstance(info.get("format"), int):
+        raise ValueError(f"{path} is damaged: it has no format number; use another checkpoint")
+    if info["format"] > MESH_FORMAT:
+        raise ValueError(f"{path} has format {info['format']}, this version reads up to {MESH_FORMAT}: update it")
+    return info
+
+
+def open_partial(final: Path) -> Path:
+    """Makes an empty folder `.partial-<name>` beside `final`, to be filled and then committed.
+
+    One process per folder calls it. Ranks without a shared filesystem give each their own name
+    (`final.with_name(f"{final.name}-rank{rank}")`), since several of them may still run on one machine.
+    """
+    partial = final.with_name(PARTIAL_PREFIX + final.name)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Moves a filled partial folder to its final name; a crash at any point leaves the old or the new one whole.
+
+    A crash between the two renames of a replacement leaves the old one under `.replaced-<name>`, from where
+    `discard_partials` puts it back.
+
+    Raises:
+        FileNotFoundError: there is no such partial folder.
+    """
+    if not partial.is_dir():
+        raise FileNotFoundError(f"cannot commit {final}: {partial} does not exist, open_partial makes it")
+    _fsync_tree(partial)
+    aside = final.with_name(REPLACED_PREFIX + final.name)
+    if final.exists():
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.rename(final, aside)
+    os.rename(partial, final)
+    _fsync(final.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+def _fsync_tree(folder: Path) -> None:
+    # Names reach the disk with their folder: files first, then every folder from the leaves up.
+    for current, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            _fsync(Path(current, name))
+        _fsync(Path(current))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def discard_partials(output_dir: Path) -> None:
+    """Deletes what killed saves left behind, and puts back a checkpoint that a killed commit had moved aside."""
+    for partial in output_dir.glob(f"{PARTIAL_PREFIX}*"):
+        shutil.rmtree(partial)
+    for aside in output_dir.glob(f"{REPLACED_PREFIX}*"):
+        final = aside.with_name(aside.name.removeprefix(REPLACED_PREFIX))
+        if final.exists():
+            shutil.rmtree(aside)
+        else:
+            os.rename(aside, final)
+
+
+def checkpoint_fault(folder: Path) -> str | None:
+    """Why a checkpoint cannot be resumed from, or None when it is whole.
+
+    Whole is: `mesh.json` is readable, every shard that the index names and every safetensors file of `mesh_state/`
+    is there, as long as its own header says.
+    """
+    try:
+        load_mesh_info(folder)
+        shards = set(weight_map(folder).values())
+        for path in sorted(shards) + sorted((folder / MESH_STATE).glob("*.safetensors")):
+            read_header(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def last_whole_checkpoint(output_dir: Path) -> Path | None:
+    """Newest `checkpoint-<step>` folder that is whole, or None; logs why it passes over others, removes nothing."""
+    if not output_dir.is_dir():
+        return None
+    steps = {}
+    for folder in output_dir.iterdir():
+        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+        if match and folder.is_dir():
+            steps[int(match[1])] = folder
+    for step in sorted(steps, reverse=True):
+        fault = checkpoint_fault(steps[step])
+        if fault is None:
+            return steps[step]
+        logger.warning("%s is not a whole checkpoint and is passed over: %s", steps[step], fault)
+    return None

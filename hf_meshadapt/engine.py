@@ -1,0 +1,243 @@
+"""The mesh as the trainer sees it: one object that owns topology, groups, this rank's model parts and the meter."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from .config import BoundaryConfig, MeshConfig
+from .gradients import clip_coefficient, scale_gradients, squared_norm, sum_tied
+from .mesh import MeshGroups, MeshTopology
+from .metering import SocketMeter, StepMeter, exchange_json, summarise
+from .pipeline.assembly import ModelParts, build_stages, cut_model, load_model
+from .pipeline.microbatch import Batch, microbatch_keys
+from .pipeline.runner import PipelineRunner, Runner, SequentialRunner
+from .pipeline.schedule import Waiter
+from .planner import BytePlan, ModelShape, byte_plan
+
+logger = logging.getLogger(__name__)
+
+
+class MeshEngine:
+    """Runs batches over the mesh and agrees on gradients; knows nothing of Trainer.
+
+    Args:
+        mesh: shape of the mesh.
+        boundary: what crosses a boundary.
+        rank: this process's rank; 0 in the emulated mesh.
+    """
+
+    def __init__(self, mesh: MeshConfig, boundary: BoundaryConfig, rank: int):
+        self.mesh, self.boundary = mesh, boundary
+        self.topology = MeshTopology(mesh.stages, mesh.replicas, rank)
+        self.sockets = SocketMeter()
+        self.step_meter = StepMeter()
+        self.groups: MeshGroups | None = None
+        if not mesh.emulated:
+            self.groups = MeshGroups(self.topology, mesh.wire_backend, mesh.timeout_seconds, self.sockets)
+            self.sockets.resolve_peers(self.groups.save)
+        self.waiter = Waiter(self._describe_stage, mesh.timeout_seconds, self.step_meter.add_wait)
+        self.parts: ModelParts | None = None
+        self.runner: Runner | None = None
+        self.calibrated = False
+        self._cut: tuple | None = None
+
+    # Model -----------------------------------------------------------------------------------------------------------
+
+    def take_model(self, model, dtype: str):
+        """Loads (from a name) or cuts in place (a whole model) this rank's part and returns it."""
+        if isinstance(model, str):
+            self._cut = load_model(model, self.mesh, self.topology.stage, dtype)
+        else:
+            self._cut = cut_model(model, self.mesh, self.topology.stage)
+        return self._cut[0]
+
+    def build(self, device: torch.device, autocast: Callable[[], contextlib.AbstractContextManager]) -> None:
+        """Builds stages and runner, once the model is on its device."""
+        self.parts = build_stages(
+            *self._cut, self.mesh, self.boundary, self.topology.stage, self._share_claims, autocast
+        )
+        if self.mesh.emulated or self.mesh.num_chunks == 1:
+            group = self.groups.data_parallel if self.groups else None
+            self.runner = SequentialRunner(self.parts, self.mesh, self.boundary, device, data_parallel_group=group)
+        else:
+            self.runner = PipelineRunner(
+                self.parts,
+                self.mesh,
+                self.boundary,
+                device,
+                group=self.groups.pipeline,
+                data_parallel_group=self.groups.data_parallel,
+                waiter=self.waiter,
+            )
+        self.device = device
+
+    def _share_claims(self, mine: dict[int, list[str]]) -> dict[int, list[str]]:
+        if self.groups is None:
+            return mine
+        everyone = exchange_json(sorted(mine.items()), self.groups.control)
+        return {chunk: names for claims in everyone for chunk, names in claims}
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def local_replicas(self) -> list[int]:
+        """Replicas whose batches this process reads."""
+        return list(range(self.mesh.replicas)) if self.mesh.emulated else [self.topology.replica]
+
+    def train_batch(
+        self, batch: Batch, rows: int, num_items: torch.Tensor, step: int, accumulation: int, sync: bool
+    ) -> torch.Tensor:
+        """One accumulation step; with `sync` gradients are final afterwards: averaged, tied copies summed.
+
+        Args:
+            batch: labels and model inputs of this process's replicas.
+            rows: rows per replica.
+            num_items: predicted tokens of the whole optimizer step over all replicas.
+            step: optimizer steps taken so far.
+            accumulation: accumulation steps taken in this optimizer step.
+
+        Returns:
+            The loss of the batch over all replicas, times the share of it that this rank computes (see `loss_share`).
+        """
+        self.waiter.step = step
+        seed, count = self.boundary.mask_seed, self.mesh.microbatches
+        keys = [microbatch_keys(seed, step, accumulation, replica, count) for replica in self.local_replicas]
+        # The data-parallel axis averages, the loss is normalised by all replicas' tokens.
+        divisor = num_items.to(self.device, torch.float32) / self.mesh.replicas
+        loss = self.runner.train_batch(batch, rows, keys, divisor, sync)
+        if sync:
+            self._sum_tied_gradients()
+        return loss
+
+    def eval_batch(self, batch: Batch, rows: int) -> torch.Tensor:
+        """Summed token loss of this process's replicas, unmasked; 0 where the last chunk is elsewhere."""
+        return self.runner.eval_batch(batch, rows)
+
+    def calibrate(self, batches: list[Batch], rows: int) -> None:
+        """Fits boundary predictors on unmasked passes; all replicas end with the same fit."""
+        with self.runner.observing():
+            for batch in batches:
+                self.eval_batch(batch, rows)
+        self.calibrated = True
+        for stage in self.parts.stages.values():
+            if stage.receive is not None:
+                sums = stage.receive.calibration_sums().cpu()
+                stage.receive.set_fill_from(self.sum_over_replicas(sums).to(self.device))
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a boundary predictor has yet to be fitted."""
+        receives = [stage.receive for stage in self.parts.stages.values() if stage.receive is not None]
+        wanted = self.boundary.masked and self.boundary.predictor == "mean"
+        # Stages without a receiving boundary take part in the pass all the same; a resume finds all fitted or none.
+        return wanted and not self.calibrated and not any(bool(receive.calibrated) for receive in receives)
+
+    @property
+    def loss_share(self) -> int:
+        """Factor that makes the mean over all ranks of `train_batch`'s losses the loss itself."""
+        return 1 if self.mesh.emulated else self.mesh.stages
+
+    # Agreements ------------------------------------------------------------------------------------------------------
+
+    def sum_over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a small CPU tensor over the replicas of this stage."""
+        if self.groups is not None:
+            with self._waiting("the other replicas' sums"):
+                dist.all_reduce(tensor, group=self.groups.replica_control)
+        return tensor
+
+    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gives every stage of the pipeline the last stage's small CPU tensor."""
+        if self.groups is not None and self.mesh.num_chunks > 1:
+            with self._waiting("the last stage's result"):
+                dist.broadcast(tensor, group=self.groups.control, group_src=self.mesh.stages - 1)
+        return tensor
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Norm of the gradient over the whole pipeline, a tied embedding counted once; float64 scalar on the CPU.
+
+        Gathered and summed in stage order rather than all-reduced, so that every rank, and the emulated mesh, gets the
+        same bits.
+        """
+        chunks = {
+            chunk: squared_norm(parameter for _, parameter in self.parts.parameters_of(chunk))
+            for chunk in self.parts.stages
+        }
+        if self.groups is None or self.mesh.num_chunks == 1:
+            return torch.stack(list(chunks.values())).sum().sqrt()
+        mine = torch.stack(list(chunks.values()))
+        gathered = [torch.empty_like(mine) for _ in range(self.mesh.stages)]
+        with self._waiting("the other stages' gradient norms"):
+            dist.all_gather(gathered, mine, group=self.groups.control)
+        # Chunk c is entry c // stages of stage c % stages.
+        return torch.stack(gathered).T.reshape(-1).sum().sqrt()
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clips over the whole pipeline and returns the norm before."""
+        norm = self.gradient_norm()
+        parameters = [parameter for _, parameter in self.parts.named_trainable()]
+        scale_gradients(parameters, clip_coefficient(norm, max_norm))
+        return norm
+
+    def _sum_tied_gradients(self) -> None:
+        copies = self.parts.tied_copies()
+        if not copies:
+            return
+        if len(copies) == 2:
+            sum_tied(*copies)
+            return
+        (copy,) = copies
+        if copy.grad is None:
+            copy.grad = torch.zeros_like(copy)
+        with self._waiting("the other end's gradient of the tied embedding"):
+            dist.all_reduce(copy.grad, group=self.groups.tied)
+
+    @contextlib.contextmanager
+    def _waiting(self, awaited: str) -> Iterator[None]:
+        try:
+            with self.step_meter.waiting():
+                yield
+        except RuntimeError as error:
+            raise self.waiter.failure(self._describe_stage(self.topology.stage), awaited, error) from error
+
+    def _describe_stage(self, stage: int) -> str:
+        return self.topology.describe(self.topology.rank_of(self.topology.replica, stage % self.mesh.stages))
+
+    # Figures ---------------------------------------------------------------------------------------------------------
+
+    def take_logs(self) -> dict[str, float]:
+        """Speed, waiting and bytes since the last call, equal on all ranks; one small sum over all ranks."""
+
+        def reduce(values: list[float]) -> list[float]:
+            tensor = torch.tensor(values, dtype=torch.float64)
+            if self.groups is not None:
+                dist.all_reduce(tensor, group=self.groups.save)
+            return tensor.tolist()
+
+        sent = self.sockets.take_axis_bytes() if self.sockets.available and self.groups else None
+        return summarise(self.step_meter.take(), sent, reduce, stages=1 if self.mesh.emulated else self.mesh.stages)
+
+    def plan(self, rows: int, length: int, accumulation: int) -> BytePlan:
+        """What one optimizer step sends, from shapes alone. Collective over the pipeline the first time."""
+        layout = self.parts.layout
+        shape = ModelShape(
+            hidden_size=layout.hidden_size,
+            vocab_size=layout.vocab_size,
+            num_layers=layout.num_layers,
+            chunk_parameters=self._chunk_parameters(),
+            tied_embeddings=layout.tied,
+        )
+        return byte_plan(shape, self.mesh, self.boundary, sequences=rows, length=length, accumulation=accumulation)
+
+    def _chunk_parameters(self) -> tuple[int, ...]:
+        mine = {
+            chunk: sum(p.numel() for p in stage.parameters() if p.requires_grad)
+            for chunk, stage in self.parts.stages.items()
+        }
+        shared = self._share_claims(mine)
+        return tuple(shared[chunk] for chunk in range(self.mesh.num_chunks))

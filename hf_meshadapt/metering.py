@@ -1,0 +1,298 @@
+"""What a run really sends and where its time goes: socket bytes per axis and peer, waiting seconds, tokens.
+
+Nothing here is derived from shapes: `SocketMeter` asks the kernel, so that `planner.byte_plan` has something
+independent to be checked against. All state sits in the objects, which the trainer makes and passes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hf_meshadapt.planner import PLAN_AXES
+
+METER_AXES = (*PLAN_AXES, "save", "other")
+UNKNOWN_PEER = -1
+
+# struct tcp_info of linux/tcp.h (4.19 or later): u64 tcpi_bytes_sent, then u64 tcpi_bytes_retrans.
+_BYTES_SENT_OFFSET = 200
+_TCP_INFO_LENGTH = _BYTES_SENT_OFFSET + 16
+
+
+@dataclass
+class _Socket:
+    """One TCP connection of this process: where it belongs and its last counts, which outlive it."""
+
+    ends: tuple[str, str]
+    axis: str = "other"
+    peer: int = UNKNOWN_PEER
+    sent_bytes: int = 0
+    retransmitted_bytes: int = 0
+
+
+class SocketMeter:
+    """Counts the bytes that this process's TCP connections sent, per axis and peer rank.
+
+    A connection belongs to the axis within whose context it appeared:
+
+        meter = SocketMeter()
+        with meter.axis("pipeline"):
+            group = dist.new_group(ranks)
+        meter.resolve_peers()
+        meter.read()  # {"pipeline": {1: 12000288}, "other": {0: 466}}
+
+    Gloo connects all members when a group is made. A backend that connects at first use (NCCL) needs that first use
+    inside the context too. Connections made outside every context (TCPStore, WORLD, the Hub) are axis `other`.
+
+    Bytes count once, retransmissions apart (`retransmitted_bytes`); gloo's headers are in, TCP/IP headers (about 4%
+    on ethernet) are not. Connections are found in /proc/self/fd. Where that or TCP_INFO is missing, `available` is
+    False and every reading empty.
+    """
+
+    def __init__(self):
+        self.available = _tcp_info_available()
+        self._sockets: dict[int, _Socket] = {}  # by inode: unlike descriptors, the kernel does not reuse it
+        self._ignored: set[int] = set()
+        self._taken_bytes: dict[str, int] = {}
+        # The anchor link makes its groups in a thread of its own while the trainer reads.
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def axis(self, name: str) -> Iterator[None]:
+        """Gives every connection that appears within the context to axis `name`; an inner context wins.
+
+        Raises:
+            ValueError: `name` is not one of `METER_AXES`.
+        """
+        if name not in METER_AXES:
+            raise ValueError(f"axis={name!r} is not one of {', '.join(METER_AXES)}")
+        before = self._scan()
+        try:
+            yield
+        finally:
+            for inode, entry in self._scan().items():
+                if inode not in before and entry.axis == "other":
+                    entry.axis = name
+
+    def resolve_peers(self, group: dist.ProcessGroup | None = None) -> None:
+        """Finds every connection's peer rank, once, after the groups are made; collective over all ranks.
+
+        A peer outside the run, behind address translation, or this process itself stays `UNKNOWN_PEER`.
+
+        Args:
+            group: a group of all ranks in rank order that takes CPU tensors; WORLD by default.
+        """
+        entries = list(self._scan().values())
+        owners = {}
+        for rank, ends in enumerate(exchange_json([entry.ends for entry in entries], group)):
+            if rank != dist.get_rank(group):
+                owners.update({(far, near): rank for near, far in ends})
+        for entry in entries:
+            entry.peer = owners.get(entry.ends, UNKNOWN_PEER)
+
+    def read(self) -> dict[str, dict[int, int]]:
+        """Bytes sent since each connection began: {axis: {peer rank: bytes}}. Costs well under a millisecond."""
+        reading: dict[str, dict[int, int]] = {}
+        for entry in self._scan().values():
+            peers = reading.setdefault(entry.axis, {})
+            peers[entry.peer] = peers.get(entry.peer, 0) + entry.sent_bytes
+        return reading
+
+    def retransmitted_bytes(self) -> int:
+        """Bytes that the kernel sent again since each connection began, not part of `read`."""
+        return sum(entry.retransmitted_bytes for entry in self._scan().values())
+
+    def take_axis_bytes(self) -> dict[str, int]:
+        """Bytes sent to other ranks per axis since the last call, for `summarise`.
+
+        Leaves out connections of axis `other` with no known peer rank: uploads are not the mesh's traffic.
+        """
+        sent_bytes = {
+            axis: sum(count for peer, count in peers.items() if axis != "other" or peer != UNKNOWN_PEER)
+            for axis, peers in self.read().items()
+        }
+        taken = {axis: count - self._taken_bytes.get(axis, 0) for axis, count in sent_bytes.items()}
+        self._taken_bytes = sent_bytes
+        return taken
+
+    def _scan(self) -> dict[int, _Socket]:
+        """All connections so far by inode, the live ones with fresh counts."""
+        with self._lock:
+            for name in os.listdir("/proc/self/fd") if self.available else ():
+                try:
+                    self._visit(int(name))
+                except OSError:
+                    continue  # closed meanwhile, listening, or not connected yet
+            return dict(self._sockets)
+
+    def _visit(self, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if not stat.S_ISSOCK(status.st_mode) or status.st_ino in self._ignored:
+            return
+        with _duplicate_socket(descriptor) as connection:
+            inode = os.fstat(connection.fileno()).st_ino
+            if connection.proto != socket.IPPROTO_TCP:
+                self._ignored.add(inode)
+                return
+            if inode not in self._sockets:
+                ends = (_address(connection.getsockname()), _address(connection.getpeername()))
+                self._sockets[inode] = _Socket(ends)
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        entry = self._sockets[inode]
+        all_bytes, entry.retransmitted_bytes = struct.unpack_from("=QQ", info, _BYTES_SENT_OFFSET)
+        entry.sent_bytes = all_bytes - entry.retransmitted_bytes
+
+
+def _duplicate_socket(descriptor: int) -> socket.socket:
+    """A duplicate for the caller to close at once: kept open, it would hide a connection's end from its peer."""
+    duplicate = os.dup(descriptor)
+    blocking = os.get_blocking(duplicate)
+    try:
+        connection = socket.socket(fileno=duplicate)
+    except OSError:  # the descriptor was closed and reused by something else meanwhile
+        os.close(duplicate)
+        raise
+    if os.get_blocking(duplicate) != blocking:  # socket.setdefaulttimeout makes Python switch the original too
+        os.set_blocking(duplicate, blocking)
+    return connection
+
+
+def _tcp_info_available() -> bool:
+    """Whether this platform lists descriptors in /proc and fills tcp_info as far as the counts."""
+    if not (os.path.isdir("/proc/self/fd") and hasattr(socket, "TCP_INFO")):
+        return False
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            return len(probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)) >= _TCP_INFO_LENGTH
+    except OSError:
+        return False
+
+
+def _address(name: tuple) -> str:
+    """`host port` as both ends of a connection write it: IPv4 not mapped into IPv6, no interface name."""
+    return f"{name[0].removeprefix('::ffff:').partition('%')[0]} {name[1]}"
+
+
+def exchange_json(value, group: dist.ProcessGroup | None) -> list:
+    """Every rank's `value`, in rank order, as JSON in padded uint8 tensors: nothing is unpickled."""
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
+    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+    padded[: len(payload)] = payload
+    everyone = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(everyone, padded, group=group)
+    return [json.loads(bytes(data[: int(length)].tolist())) for data, length in zip(everyone, lengths)]
+
+
+@dataclass
+class StepTotals:
+    """What one rank did in the training steps of one log interval.
+
+    Attributes:
+        num_steps: optimizer steps.
+        tokens: tokens of this rank's replica.
+        step_seconds: wall time within steps; evaluation and checkpoints between steps are not in it.
+        wait_seconds: part of `step_seconds` spent waiting for other ranks.
+    """
+
+    num_steps: int = 0
+    tokens: int = 0
+    step_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+    def summary(self) -> dict[str, float]:
+        """This rank's view: tokens per second of its replica, and mean seconds per step."""
+        steps = max(1, self.num_steps)
+        return {
+            "tokens_per_second": self.tokens / self.step_seconds if self.step_seconds else 0.0,
+            "step_seconds": self.step_seconds / steps,
+            "compute_seconds": (self.step_seconds - self.wait_seconds) / steps,
+            "wait_seconds": self.wait_seconds / steps,
+        }
+
+
+class StepMeter:
+    """Adds up step time, waiting time and tokens of one rank until they are taken for a log.
+
+    Args:
+        clock: seconds that only grow; a test passes its own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._step_started = clock()
+        self._totals = StepTotals()
+
+    def start_step(self) -> None:
+        """Begins an optimizer step; the first of its accumulation steps begins here too."""
+        self._step_started = self._clock()
+
+    def end_step(self) -> None:
+        self._totals.step_seconds += self._clock() - self._step_started
+        self._totals.num_steps += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Times one wait for other ranks, within a step. Waits do not nest."""
+        started = self._clock()
+        yield
+        self.add_wait(self._clock() - started)
+
+    def add_wait(self, seconds: float) -> None:
+        self._totals.wait_seconds += seconds
+
+    def add_tokens(self, tokens: int) -> None:
+        """Adds tokens of this rank's replica; every stage of a replica adds the same."""
+        self._totals.tokens += tokens
+
+    def take(self) -> StepTotals:
+        """The totals since the last call."""
+        totals, self._totals = self._totals, StepTotals()
+        return totals
+
+
+def summarise(
+    totals: StepTotals,
+    sent_bytes: dict[str, int] | None,
+    reduce: Callable[[list[float]], list[float]],
+    *,
+    stages: int,
+) -> dict[str, float]:
+    """One dict for the logs, equal on all ranks, out of every rank's numbers of one log interval.
+
+    Args:
+        totals: of this rank, from `StepMeter.take`.
+        sent_bytes: of this rank, from `SocketMeter.take_axis_bytes`; None where its meter is not available.
+        reduce: sums a list of floats element by element over all ranks, in double precision.
+        stages: ranks per pipeline, which all count the same tokens.
+
+    Returns:
+        `tokens_per_second` of all replicas, `wait_share` of the step time; and, where every rank has a meter and
+        tokens were seen, `bytes_per_token` and `bytes_per_token_<axis>` for each axis that sent any: bytes of all
+        ranks per token of all replicas.
+    """
+    counts = [float((sent_bytes or {}).get(axis, 0)) for axis in METER_AXES]
+    mine = [1.0, float(sent_bytes is not None), totals.tokens, totals.step_seconds, totals.wait_seconds, *counts]
+    num_ranks, num_meters, tokens, step_seconds, wait_seconds, *counts = reduce(mine)
+    tokens /= stages
+    seconds = step_seconds / num_ranks
+    logs = {
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "wait_share": wait_seconds / step_seconds if step_seconds else 0.0,
+    }
+    if num_meters == num_ranks and tokens:
+        logs["bytes_per_token"] = sum(counts) / tokens
+        logs.update({f"bytes_per_token_{axis}": count / tokens for axis, count in zip(METER_AXES, counts) if count})
+    return logs

@@ -1,0 +1,191 @@
+"""Builds this rank's part of the model: loads only what it owns, cuts it and names who owns which parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..boundary.module import BoundaryReceive, BoundarySend
+from ..config import BoundaryConfig, MeshConfig
+from .layout import ModelLayout, find_layout, parameters_per_layer, prune, untie_head
+from .ownership import claim_leftovers, owned_names, saved_names
+from .partition import chunk_spans, split_layers
+from .stage import StageModule
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ModelParts:
+    """This rank's chunks of one model.
+
+    Attributes:
+        model: the Hugging Face model, pruned to this rank's parts (whole in the emulated mesh).
+        layout: where its parts are.
+        spans: the layers of every chunk of the pipeline.
+        stages: this rank's chunks by index.
+        num_chunks: chunks in the pipeline.
+    """
+
+    model: nn.Module
+    layout: ModelLayout
+    spans: list[range]
+    stages: dict[int, StageModule]
+    num_chunks: int
+
+    @property
+    def untied(self) -> bool:
+        """Whether head and embedding were tied and now are two copies that must be kept equal."""
+        return self.layout.tied and self.num_chunks > 1
+
+    def parameters_of(self, chunk: int) -> list[tuple[str, nn.Parameter]]:
+        """Trainable parameters of a chunk, in order, the head's copy of a tied embedding left out."""
+        stage = self.stages[chunk]
+        named = [(name, self._parameter(name)) for name in stage.owned_names]
+        copy = self.layout.head_weight if self.untied else None
+        return [(name, parameter) for name, parameter in named if parameter.requires_grad and name != copy]
+
+    def tied_copies(self) -> list[nn.Parameter]:
+        """This rank's trainable copies of a tied embedding: input side first."""
+        names = []
+        if self.untied and 0 in self.stages:
+            names.append(self.layout.embedding_weight)
+        if self.untied and self.num_chunks - 1 in self.stages:
+            names.append(self.layout.head_weight)
+        return [parameter for name in names if (parameter := self._parameter(name)).requires_grad]
+
+    def saved_names(self) -> list[str]:
+        """State-dict entries that this rank writes to a checkpoint."""
+        return [name for chunk, stage in self.stages.items() for name in saved_names(stage, chunk, self.num_chunks)]
+
+    def stored_name_of_copy(self) -> dict[str, str]:
+        """Maps a tied head's copy to the name under which a checkpoint holds it."""
+        last_here = self.num_chunks - 1 in self.stages
+        return {self.layout.head_weight: self.layout.embedding_weight} if self.untied and last_here else {}
+
+    def named_trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """Everything that this rank's optimizer updates."""
+        names = [name for stage in self.stages.values() for name in stage.owned_names]
+        return [(name, parameter) for name in names if (parameter := self._parameter(name)).requires_grad]
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        return self.model.get_parameter(name)
+
+
+def local_chunks(mesh: MeshConfig, stage: int) -> list[int]:
+    """Chunks that a stage runs; all of them in the emulated mesh."""
+    return list(range(mesh.num_chunks)) if mesh.emulated else list(range(stage, mesh.num_chunks, mesh.stages))
+
+
+def plan_spans(model: nn.Module, layout: ModelLayout, mesh: MeshConfig) -> list[range]:
+    """The layers of every chunk: as given, or balanced with the head weighed in layers. Works on meta tensors."""
+    head = model.get_output_embeddings()
+    per_layer = parameters_per_layer(model, layout)
+    head_cost = layout.vocab_size * layout.hidden_size / per_layer if head is not None and per_layer else 0.0
+    layers = mesh.layers_per_chunk or split_layers(layout.num_layers, mesh.num_chunks, head_cost)
+    return chunk_spans(layers, layout.num_layers)
+
+
+def cut_model(model: nn.Module, mesh: MeshConfig, stage: int) -> tuple[nn.Module, ModelLayout, list[range]]:
+    """Cuts a whole model down to this rank's parts, in place."""
+    layout = find_layout(model)
+    spans = plan_spans(model, layout, mesh)
+    _prune_for(model, layout, spans, mesh, stage)
+    if layout.tied and mesh.num_chunks > 1:
+        _untie(model, layout, mesh, stage)
+    return model, layout, spans
+
+
+def load_model(source: str, mesh: MeshConfig, stage: int, dtype: str) -> tuple[nn.Module, ModelLayout, list[range]]:
+    """Loads this rank's parts of a pretrained causal language model; other stages' weights are never read.
+
+    Args:
+        source: Hub id or folder.
+        dtype: `auto`, `float32` or `bfloat16`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    if mesh.num_chunks == 1 or mesh.emulated:
+        return cut_model(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), mesh, stage)
+    config = AutoConfig.from_pretrained(source)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    layout, model_class = find_layout(whole), type(whole)
+    spans = plan_spans(whole, layout, mesh)
+
+    def build_pruned(self, config, *args, **kwargs):
+        model_class.__init__(self, config, *args, **kwargs)
+        _prune_for(self, layout, spans, mesh, stage)
+
+    # The class keeps its name, which save_pretrained writes into the config. What is pruned is in the file but not
+    # in the model, and is no mistake.
+    pruned_class = type(
+        model_class.__name__,
+        (model_class,),
+        {
+            "__init__": build_pruned,
+            "_keys_to_ignore_on_load_unexpected": [r".*"],
+            "__module__": model_class.__module__,
+        },
+    )
+    model = pruned_class.from_pretrained(source, config=config, dtype=dtype)
+    model.__class__ = model_class
+    if layout.tied:
+        _untie(model, layout, mesh, stage)
+    return model, layout, spans
+
+
+def _prune_for(model: nn.Module, layout: ModelLayout, spans: list[range], mesh: MeshConfig, stage: int) -> None:
+    if not mesh.emulated and mesh.num_chunks > 1:
+        chunks = local_chunks(mesh, stage)
+        prune(model, layout, [spans[chunk] for chunk in chunks], 0 in chunks, mesh.num_chunks - 1 in chunks)
+
+
+def _untie(model: nn.Module, layout: ModelLayout, mesh: MeshConfig, stage: int) -> None:
+    chunks = local_chunks(mesh, stage)
+    if mesh.num_chunks - 1 in chunks:
+        untie_head(model, layout, drop_embedding=0 not in chunks)
+
+
+def build_stages(
+    model: nn.Module,
+    layout: ModelLayout,
+    spans: list[range],
+    mesh: MeshConfig,
+    boundary: BoundaryConfig,
+    stage: int,
+    share: Callable[[dict], dict],
+    autocast: Callable[[], contextlib.AbstractContextManager],
+) -> ModelParts:
+    """Wraps this rank's chunks, finds the owner of every parameter and freezes what this rank does not own.
+
+    Args:
+        share: merges {chunk: names} over the ranks of the pipeline.
+    """
+    last = mesh.num_chunks - 1
+    stages = {}
+    for chunk in local_chunks(mesh, stage):
+        receive = BoundaryReceive(boundary, chunk - 1, layout.hidden_size) if chunk > 0 else None
+        send = BoundarySend(boundary, chunk, layout.hidden_size) if chunk < last else None
+        stages[chunk] = StageModule(model, layout, spans[chunk], receive, send, autocast)
+    leftovers = claim_leftovers(stages, mesh.num_chunks, share) if last else None
+    for chunk, module in stages.items():
+        names = owned_names(module, chunk, mesh.num_chunks, leftovers) if last else all_names(model)
+        module.own(names)
+        module.to(next(model.parameters()).device)
+    owned = {name for module in stages.values() for name in module.owned_names}
+    for name, parameter in model.named_parameters():
+        if name not in owned:
+            # Another stage's final norm or position table: it gets no gradient here, and DDP would wait for one.
+            parameter.requires_grad_(False)
+    return ModelParts(model, layout, spans, stages, mesh.num_chunks)
+
+
+def all_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]

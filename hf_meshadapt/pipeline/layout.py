@@ -1,0 +1,136 @@
+"""Where the parts of a Hugging Face causal language model are, whatever they are called, and how to cut them out.
+
+A chunk keeps the model's real forward. Layers that belong elsewhere are replaced by modules that let the hidden state
+pass, so rotary tables, causal and sliding masks and per-layer types are computed by the model's own code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Dotted names of a model's parts.
+
+    Attributes:
+        layers: the ModuleList of decoder layers.
+        embedding: the input embedding.
+        head: the output head, None if the model has none.
+        num_layers: decoder layers in the whole model.
+        tied: input embedding and output head are one matrix.
+    """
+
+    layers: str
+    embedding: str
+    head: str | None
+    num_layers: int
+    tied: bool
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def embedding_weight(self) -> str:
+        return f"{self.embedding}.weight"
+
+    @property
+    def head_weight(self) -> str:
+        return f"{self.head}.weight"
+
+
+class ForeignLayer(nn.Module):
+    """Stands where another chunk's layer is and lets the hidden state pass.
+
+    Plain attributes of the replaced layer (attention type, layer index) are kept, since base models read them.
+    """
+
+    def __init__(self, replaced: nn.Module | None = None, returns_tuple: bool = False):
+        super().__init__()
+        self.returns_tuple = returns_tuple
+        for name, value in vars(replaced).items() if replaced is not None else ():
+            if not name.startswith("_") and isinstance(value, (str, int, float, bool, type(None))):
+                self.__dict__.setdefault(name, value)
+
+    def forward(self, *args, **kwargs):
+        hidden = self.passed(args[0] if args else kwargs["hidden_states"])
+        return (hidden,) if self.returns_tuple else hidden
+
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def find_layout(model: nn.Module) -> ModelLayout:
+    """Finds the parts by structure, not by architecture name.
+
+    Raises:
+        NotImplementedError: the model has no single list of decoder layers, or no input embedding.
+    """
+    config = model.config.get_text_config()
+    num_layers = config.num_hidden_layers
+    # Shallowest first: a mixture of experts holds lists of the same length deeper down.
+    lists = sorted(
+        (name.count("."), name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    )
+    if not lists or (len(lists) > 1 and lists[0][0] == lists[1][0]):
+        found = ", ".join(name for _, name in lists) or "none"
+        raise NotImplementedError(
+            f"{type(model).__name__} cannot be cut into stages: expected one list of {num_layers} decoder layers, "
+            f"found {found}"
+        )
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None:
+        raise NotImplementedError(f"{type(model).__name__} cannot be cut into stages: it names no input embedding")
+    head_weight = getattr(head, "weight", None)
+    return ModelLayout(
+        layers=lists[0][1],
+        embedding=_name_of(model, embedding),
+        head=_name_of(model, head) if head is not None else None,
+        num_layers=num_layers,
+        tied=head_weight is not None and head_weight is embedding.weight,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+    )
+
+
+def parameters_per_layer(model: nn.Module, layout: ModelLayout) -> float:
+    """Mean number of parameters of a decoder layer; works on meta tensors."""
+    layers = model.get_submodule(layout.layers)
+    return sum(parameter.numel() for parameter in layers.parameters()) / max(1, layout.num_layers)
+
+
+def prune(model: nn.Module, layout: ModelLayout, spans: list[range], is_first: bool, is_last: bool) -> None:
+    """Removes in place what belongs to other ranks: foreign layers, input embedding, output head.
+
+    A tied embedding stays on the last stage until `untie_head` has given the head its own copy.
+    """
+    local = {index for span in spans for index in span}
+    layers = model.get_submodule(layout.layers)
+    for index in range(layout.num_layers):
+        if index not in local:
+            layers[index] = ForeignLayer(layers[index])
+    if not is_first and not (is_last and layout.tied):
+        model.set_submodule(layout.embedding, nn.Identity())
+    if not is_last and layout.head is not None:
+        model.set_submodule(layout.head, nn.Identity())
+
+
+def untie_head(model: nn.Module, layout: ModelLayout, drop_embedding: bool) -> None:
+    """Gives the output head a weight of its own with the same values.
+
+    The two copies are kept equal by summing their gradients: on a mesh they live on the two ends of the pipeline, and
+    the emulated mesh holds both so that it accumulates gradients in the same order.
+    """
+    head = model.get_submodule(layout.head)
+    tied = head.weight
+    head.weight = nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad)
+    if drop_embedding:
+        model.set_submodule(layout.embedding, nn.Identity())

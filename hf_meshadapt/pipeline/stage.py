@@ -1,0 +1,240 @@
+"""One model chunk: the real Hugging Face forward in which other chunks' layers let the hidden state pass.
+
+`StageModule` serves the distributed and the emulated mesh alike. It registers only the parameters that its chunk
+owns, so that DDP and gradient norms see exactly these; the model itself is held unregistered. Several chunks may
+share one model (the emulated mesh, interleaved schedules): each swaps its own view of the layer list in for the
+length of its forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from ..boundary.module import BoundaryReceive, BoundarySend
+from .layout import ForeignLayer, ModelLayout
+
+
+class EntryLayer(ForeignLayer):
+    """Last foreign layer before a chunk: swaps in the hidden state that was received."""
+
+    incoming: torch.Tensor | None = None
+
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.incoming
+
+
+class ExitLayer(ForeignLayer):
+    """First foreign layer after a chunk: keeps the hidden state to be sent on."""
+
+    outgoing: torch.Tensor | None = None
+
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.outgoing = hidden
+        # What follows computes unused logits: keep it out of the graph.
+        return hidden.detach()
+
+
+class StageModule(nn.Module):
+    """Runs the layers of `span`; called by torch's pipeline stages and by the emulated mesh.
+
+    Args:
+        model: the Hugging Face model, whole or pruned; held, not registered.
+        layout: where its parts are.
+        span: this chunk's layers.
+        receive: boundary before the chunk, None on the first.
+        send: boundary after the chunk, None on the last.
+        autocast: makes the context of the forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        span: range,
+        receive: BoundaryReceive | None,
+        send: BoundarySend | None,
+        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
+        super().__init__()
+        self._held = (model,)  # a tuple hides the model from nn.Module's registration
+        self.layout, self.span = layout, span
+        self.receive, self.send = receive, send
+        self.autocast = autocast
+        self.observing = False  # calibrate the receiving boundary from unmasked passes
+        self._layers = (model.get_submodule(layout.layers),)
+        self.dtype = next(model.parameters()).dtype
+        self._set_view(returns_tuple=False)
+        if receive is not None or send is not None:
+            self._probe_block_style()
+
+    @property
+    def model(self) -> nn.Module:
+        return self._held[0]
+
+    @property
+    def is_first(self) -> bool:
+        return self.receive is None
+
+    @property
+    def is_last(self) -> bool:
+        return self.send is None
+
+    def own(self, names: list[str]) -> None:
+        """Registers the model's parameters of these names as this chunk's own."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for name in names:
+            self.register_parameter(name.replace(".", "/"), parameters[name])
+        self.owned_names = list(names)
+
+    def train(self, mode: bool = True) -> StageModule:
+        self.model.train(mode)
+        return super().train(mode)
+
+    def forward(
+        self,
+        arriving: torch.Tensor,
+        key: torch.Tensor | None = None,
+        first_token: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items: torch.Tensor | None = None,
+        **model_inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        """One microbatch through this chunk.
+
+        Args:
+            arriving: token ids (B, T) on the first chunk, else the packed activation from the wire.
+            key: microbatch key of the masks, int64 on the CPU, one element.
+            first_token: position of every sequence's first token, (B,).
+            labels: (B, T), read by the last chunk only.
+            num_items: what the summed loss is divided by, one element.
+            model_inputs: attention_mask and other tensors with a batch dimension.
+
+        Returns:
+            The packed activation, or on the last chunk the loss as a scalar: sum of token losses / num_items.
+        """
+        key = 0 if key is None else int(key)
+        with self.autocast(), self._view():
+            if self.is_first:
+                inputs = {"input_ids": arriving}
+            else:
+                length = next(value.shape[1] for value in (labels, *model_inputs.values()) if value is not None)
+                self._entry.incoming = self.receive(arriving, key, first_token, length, self.dtype)
+                if self.observing:
+                    self.receive.observe(self._entry.incoming, calibration_tokens(labels, **model_inputs))
+                inputs = {"inputs_embeds": self._entry.incoming.detach()}
+            if self.is_last:
+                inputs |= {"labels": labels, "num_items_in_batch": num_items.squeeze()}
+            output = self.model(**inputs, **model_inputs, use_cache=False)
+            if self.is_last:
+                return output.loss
+            return self.send(self._exit.outgoing, key, first_token)
+
+    @contextlib.contextmanager
+    def _view(self) -> Iterator[None]:
+        layers = self._layers[0]
+        resting, layers._modules = layers._modules, self._views
+        try:
+            yield
+        finally:
+            layers._modules = resting
+            # Do not keep a microbatch's graph alive beyond its backward.
+            for module in (self._entry, self._exit):
+                if module is not None:
+                    module.incoming = module.outgoing = None
+
+    def _set_view(self, returns_tuple: bool) -> None:
+        resting = self._layers[0]._modules
+        self._entry = self._exit = None
+        self._views: dict[str, nn.Module] = {}
+        for index, layer in enumerate(resting.values()):
+            if index in self.span:
+                module = layer
+            elif index == self.span.start - 1:
+                module = self._entry = EntryLayer(layer, returns_tuple)
+            elif index == self.span.stop:
+                module = self._exit = ExitLayer(layer, returns_tuple)
+            else:
+                module = ForeignLayer(layer, returns_tuple)
+            self._views[str(index)] = module
+
+    def _probe_block_style(self) -> None:
+        """Finds out whether this architecture's blocks return a tensor or a tuple, by running four tokens.
+
+        Raises:
+            NotImplementedError: the chunk runs with neither; the model cannot be cut this way.
+        """
+        reasons = []
+        for returns_tuple in (False, True):
+            self._set_view(returns_tuple)
+            try:
+                self.probe()
+                return
+            except Exception as error:  # whatever the model's own code raises on a wrong shape
+                reasons.append(f"{type(error).__name__}: {error}")
+        raise NotImplementedError(
+            f"{type(self.model).__name__} cannot be cut at layers {self.span.start}-{self.span.stop - 1}: "
+            f"its blocks ran neither as tensor nor as tuple blocks ({'; '.join(reasons)})"
+        )
+
+    def probe(self) -> torch.Tensor:
+        """Runs four tokens unmasked and returns what leaves the chunk, in graph: a hidden state or logits.
+
+        Raises:
+            RuntimeError: a hidden state reached the chunk or its exit in another shape than (1, 4, hidden).
+        """
+        device = next(self.model.parameters()).device
+        shape = (1, 4, self.layout.hidden_size)
+        arrived = []
+        first = self._views[str(self.span.start)]
+        hook = first.register_forward_pre_hook(
+            lambda module, args, kwargs: arrived.append((args[0] if args else kwargs["hidden_states"]).shape),
+            with_kwargs=True,
+        )
+        training = self.model.training
+        devices = [device] if device.type == "cuda" else []
+        try:
+            self.model.eval()
+            with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._view():
+                if self.is_first:
+                    inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.long, device=device)}
+                else:
+                    self._entry.incoming = torch.ones(shape, dtype=self.dtype, device=device)
+                    inputs = {"inputs_embeds": self._entry.incoming}
+                output = self.model(**inputs, use_cache=False)
+                leaving = output.logits if self.is_last else self._exit.outgoing
+        finally:
+            hook.remove()
+            self.model.train(training)
+        if list(arrived[0]) != list(shape) or (not self.is_last and list(leaving.shape) != list(shape)):
+            raise RuntimeError(f"hidden state of shape {list(arrived[0])} where {list(shape)} was expected")
+        return leaving
+
+
+def calibration_tokens(labels: torch.Tensor, attention_mask: torch.Tensor | None = None, **_) -> torch.Tensor:
+    """Tokens that a calibration looks at, (B, T) bool: neither padding nor the first of a sequence."""
+    real = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    first = real.int().argmax(dim=1, keepdim=True)
+    return real.scatter(1, first, False)
+
+
+def used_parameters(stage: StageModule, names: list[str]) -> list[str]:
+    """Which of the model's parameters take part in what leaves the chunk."""
+    parameters = dict(stage.model.named_parameters(remove_duplicate=False))
+    frozen = [parameters[name] for name in names if not parameters[name].requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        if not names:
+            return []
+        leaving = stage.probe()
+        if not leaving.requires_grad:
+            return []
+        gradients = torch.autograd.grad(leaving.sum(), [parameters[name] for name in names], allow_unused=True)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    return [name for name, gradient in zip(names, gradients) if gradient is not None]

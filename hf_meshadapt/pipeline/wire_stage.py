@@ -1,0 +1,71 @@
+"""A torch pipeline stage whose traffic is staged through host memory, and which syncs gradients only when told to."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .torch_internals import PipelineStage, RecvInfo
+
+
+class WireStage(PipelineStage):
+    """`PipelineStage` for static shapes.
+
+    Two differences from torch's:
+    - with `host_wire`, receive buffers and sent tensors live in (pinned) host memory, since gloo moves host memory
+      only, while computation stays on the stage's device. On the CPU both are the same memory.
+    - `sync_gradients` gates the data-parallel reduction. torch prepares DDP's reducer on the last microbatch of every
+      schedule step, no_sync or not, so that without the gate each gradient-accumulation step would communicate.
+    """
+
+    def __init__(self, *args, host_wire: bool, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.host_wire = host_wire
+        self.sync_gradients = True
+
+    def _host_buffers(self, infos: tuple[RecvInfo, ...]) -> tuple[RecvInfo, ...]:
+        if self.host_wire and torch.device(self.device).type != "cpu":
+            for info in infos:
+                if info.buffer is not None:
+                    info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, pin_memory=True)
+        return infos
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        for infos in self.args_recv_info.values():
+            self._host_buffers(infos)
+
+    def _create_grad_recv_info(self, act_send_info: dict) -> tuple[RecvInfo, ...]:
+        return self._host_buffers(super()._create_grad_recv_info(act_send_info))
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
+        # A fresh leaf per microbatch: the buffer itself stays free of autograd and is reused in the next step.
+        requires_grad = self.has_backward and torch.is_grad_enabled()
+        return tuple(
+            info.buffer.detach().to(self.device).requires_grad_(requires_grad)
+            for info in self.args_recv_info[fwd_chunk_id]
+        )
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
+        return tuple(info.buffer.to(self.device) for info in self.grad_recv_info[bwd_chunk_id])
+
+    def _to_host(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        for op in ops:
+            op.tensor = op.tensor.contiguous()
+            if self.host_wire and op.tensor.device.type != "cpu":
+                op.tensor = op.tensor.cpu()
+        return ops
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._to_host(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._to_host(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False) -> None:
+        super().backward_one_chunk(
+            bwd_chunk_id,
+            loss=loss,
+            full_backward=full_backward,
+            last_backward=last_backward and self.sync_gradients,
+        )

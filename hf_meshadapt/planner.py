@@ -1,0 +1,268 @@
+"""What every axis of the mesh sends in one optimizer step, from configuration alone.
+
+The one model of traffic that the meter's check, the model card and the warnings read. Pure arithmetic: no torch, no
+transformers. Bytes are payload bytes sent, so a message counts once, at its sender; `LinkBytes.messages` says how
+many messages carry them and `framing_bytes` what gloo adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hf_meshadapt.config import BoundaryConfig, MeshConfig
+
+PLAN_AXES = ("pipeline", "tied", "data_parallel", "anchor", "control")
+
+# Measured on gloo of torch 2.13 (tests/distributed/test_metering.py): every message, whatever its size, costs two
+# 48-byte headers of its sender and one of its receiver. The meter sees the receiver's on the way back.
+GLOO_MESSAGE_BYTES = 144
+# Gloo's ring all-reduce cuts each rank's block in segments: at least two, none larger than this (measured likewise).
+GLOO_SEGMENT_BYTES = 1024 * 1024
+
+# Per optimizer step: each stage gathers every stage's squared gradient norm, each replica sums its token count.
+GRAD_NORM_BYTES = 8
+TOKEN_COUNT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that decide its traffic.
+
+    Attributes:
+        hidden_size: width of the hidden stream that crosses boundaries.
+        vocab_size: rows of the embedding matrix.
+        num_layers: transformer blocks of the whole model.
+        chunk_parameters: trainable parameters of every model chunk in order; a tied matrix counts on both its ends.
+        tied_embeddings: input embedding and output head are one trainable matrix.
+        gradient_bytes: bytes of one gradient value in an all-reduce.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    chunk_parameters: tuple[int, ...]
+    tied_embeddings: bool = False
+    gradient_bytes: int = 4
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of the embedding matrix's gradient."""
+        return self.vocab_size * self.hidden_size * self.gradient_bytes
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Payload that one rank sends another on one axis in one optimizer step.
+
+    Attributes:
+        axis: one of `PLAN_AXES`.
+        from_rank, to_rank: global ranks, replica x stages + stage.
+        bytes: payload bytes.
+        messages: gloo messages that carry them.
+        boundary: on the pipeline axis the boundary's index (between chunk c and c + 1), else None.
+        direction: on the pipeline axis `forward` or `backward`, else None.
+    """
+
+    axis: str
+    from_rank: int
+    to_rank: int
+    bytes: int
+    messages: int
+    boundary: int | None = None
+    direction: str | None = None
+
+
+@dataclass(frozen=True)
+class BytePlan:
+    """Bytes of one optimizer step, over all ranks. Made by `byte_plan`.
+
+    Where a method takes `axis`, it is one of `PLAN_AXES` or `total`.
+    """
+
+    model: ModelShape
+    mesh: MeshConfig
+    boundary: BoundaryConfig
+    sequences: int
+    length: int
+    accumulation: int
+    links: tuple[LinkBytes, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Padded tokens of one optimizer step, over all replicas."""
+        return self.sequences * self.length * self.accumulation * self.mesh.replicas
+
+    @property
+    def total_bytes(self) -> int:
+        return self.axis_bytes("total")
+
+    def axis_bytes(self, axis: str) -> int:
+        """Payload bytes sent on an axis, summed over all ranks."""
+        return sum(link.bytes for link in self._links_of(axis))
+
+    def framing_bytes(self, axis: str) -> int:
+        """What gloo's headers add to `axis_bytes`, summed over all ranks."""
+        return sum(link.messages for link in self._links_of(axis)) * GLOO_MESSAGE_BYTES
+
+    def boundary_bytes(self, boundary: int, direction: str) -> int:
+        """Payload bytes over one boundary in one direction (`forward`, `backward`), summed over replicas."""
+        return sum(link.bytes for link in self.links if (link.boundary, link.direction) == (boundary, direction))
+
+    def uplink_bytes(self, rank: int, axis: str = "total") -> int:
+        """Payload bytes that leave one rank."""
+        return sum(link.bytes for link in self._links_of(axis) if link.from_rank == rank)
+
+    def bytes_per_token(self, axis: str = "total") -> float:
+        """Bytes of all ranks per padded token of all replicas."""
+        return self.axis_bytes(axis) / self.tokens
+
+    def dense(self) -> BytePlan:
+        """The same step with nothing masked and the same wire dtype."""
+        return byte_plan(
+            self.model,
+            self.mesh,
+            replace(self.boundary, mask_ratio=0.0),
+            sequences=self.sequences,
+            length=self.length,
+            accumulation=self.accumulation,
+        )
+
+    def ratio_to_dense(self, axis: str = "total") -> float:
+        """Share of the dense step's bytes that an axis sends, at most 1; 1 on an axis that sends nothing."""
+        dense_bytes = self.dense().axis_bytes(axis)
+        return self.axis_bytes(axis) / dense_bytes if dense_bytes else 1.0
+
+    def to_dict(self) -> dict:
+        """JSON-ready summary: per axis, per boundary and per link."""
+        dense = self.dense()
+        axes = {
+            axis: {
+                "bytes": self.axis_bytes(axis),
+                "dense_bytes": dense.axis_bytes(axis),
+                "framing_bytes": self.framing_bytes(axis),
+                "bytes_per_token": self.bytes_per_token(axis),
+            }
+            for axis in (*PLAN_AXES, "total")
+        }
+        boundaries = [
+            {f"{way}_bytes": self.boundary_bytes(index, way) for way in ("forward", "backward")}
+            for index in range(self.mesh.num_boundaries)
+        ]
+        links = [
+            {"axis": link.axis, "from_rank": link.from_rank, "to_rank": link.to_rank, "bytes": link.bytes}
+            for link in self.links
+        ]
+        return {"tokens": self.tokens, "axes": axes, "boundaries": boundaries, "links": links}
+
+    def _links_of(self, axis: str) -> Iterator[LinkBytes]:
+        if axis not in (*PLAN_AXES, "total"):
+            raise ValueError(f"axis={axis!r} is not one of {', '.join(PLAN_AXES)}, total")
+        return (link for link in self.links if axis in (link.axis, "total"))
+
+
+def byte_plan(
+    model: ModelShape,
+    mesh: MeshConfig,
+    boundary: BoundaryConfig,
+    *,
+    sequences: int,
+    length: int,
+    accumulation: int = 1,
+) -> BytePlan:
+    """Plans the bytes of one optimizer step.
+
+    The anchor axis is empty until anchors exist. Not counted: what torch sends once per schedule to agree on static
+    shapes (4 bytes each way over every boundary), and checkpoints.
+
+    Args:
+        sequences: rows per replica and accumulation step (microbatches x rows per microbatch).
+        length: padded tokens per sequence.
+        accumulation: accumulation steps per optimizer step.
+
+    Raises:
+        ValueError: a count below one, or `chunk_parameters` not one per model chunk.
+    """
+    for name, value in (("sequences", sequences), ("length", length), ("accumulation", accumulation)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if len(model.chunk_parameters) != mesh.num_chunks:
+        raise ValueError(
+            f"chunk_parameters has {len(model.chunk_parameters)} entries, the mesh has {mesh.num_chunks} chunks "
+            f"({mesh.stages} stages x {mesh.chunks_per_rank}); give one entry per chunk"
+        )
+    sequence_bytes = boundary.values_per_sequence(length, model.hidden_size) * boundary.wire_bytes
+    links = [
+        *_pipeline(mesh, sequences * accumulation * sequence_bytes, mesh.microbatches * accumulation),
+        *_tied(model, mesh),
+        *_data_parallel(model, mesh),
+        *_control(mesh),
+    ]
+    return BytePlan(model, mesh, boundary, sequences, length, accumulation, tuple(links))
+
+
+def all_reduce_links(axis: str, ranks: list[int], size_bytes: int) -> Iterator[LinkBytes]:
+    """Gloo's ring all-reduce of `size_bytes`: each of n ranks sends 2(n-1)/n of it to the rank before it."""
+    num_ranks = len(ranks)
+    if num_ranks < 2 or size_bytes == 0:
+        return
+    total_bytes = 2 * (num_ranks - 1) * size_bytes
+    segments_per_block = max(2, -(-size_bytes // (num_ranks * GLOO_SEGMENT_BYTES)))
+    for index, rank in enumerate(ranks):
+        # A total that does not divide leaves some ranks one byte more, so that the rows sum to it exactly.
+        share_bytes = total_bytes // num_ranks + (index < total_bytes % num_ranks)
+        yield LinkBytes(axis, rank, ranks[index - 1], share_bytes, 2 * (num_ranks - 1) * segments_per_block)
+
+
+def all_gather_links(axis: str, ranks: list[int], size_bytes: int) -> Iterator[LinkBytes]:
+    """Gloo's ring all-gather of `size_bytes` per rank: each of n ranks sends n-1 shares to the rank after it."""
+    num_ranks = len(ranks)
+    if num_ranks < 2:
+        return
+    for index, rank in enumerate(ranks):
+        to_rank = ranks[(index + 1) % num_ranks]
+        yield LinkBytes(axis, rank, to_rank, (num_ranks - 1) * size_bytes, 2 * (num_ranks - 1))
+
+
+def _pipeline_ranks(mesh: MeshConfig, replica: int) -> list[int]:
+    # The arithmetic of mesh.MeshTopology, which cannot be imported here: its module imports torch.
+    return [replica * mesh.stages + stage for stage in range(mesh.stages)]
+
+
+def _data_parallel_ranks(mesh: MeshConfig, stage: int) -> list[int]:
+    return [replica * mesh.stages + stage for replica in range(mesh.replicas)]
+
+
+def _pipeline(mesh: MeshConfig, packed_bytes: int, messages: int) -> Iterator[LinkBytes]:
+    """Activations to the next chunk's rank and as many bytes of gradient back, per boundary and replica."""
+    for replica in range(mesh.replicas):
+        ranks = _pipeline_ranks(mesh, replica)
+        for boundary in range(mesh.num_boundaries):
+            near, far = ranks[boundary % mesh.stages], ranks[(boundary + 1) % mesh.stages]
+            if near == far:
+                continue  # chunks of one rank hand over in memory
+            yield LinkBytes("pipeline", near, far, packed_bytes, messages, boundary, "forward")
+            yield LinkBytes("pipeline", far, near, packed_bytes, messages, boundary, "backward")
+
+
+def _tied(model: ModelShape, mesh: MeshConfig) -> Iterator[LinkBytes]:
+    if not model.tied_embeddings or mesh.stages < 2:
+        return
+    for replica in range(mesh.replicas):
+        ranks = _pipeline_ranks(mesh, replica)
+        yield from all_reduce_links("tied", [ranks[0], ranks[-1]], model.embedding_bytes)
+
+
+def _data_parallel(model: ModelShape, mesh: MeshConfig) -> Iterator[LinkBytes]:
+    """One gradient all-reduce per optimizer step and stage: accumulation steps do not synchronise."""
+    for stage in range(mesh.stages):
+        parameters = sum(model.chunk_parameters[stage :: mesh.stages])
+        ranks = _data_parallel_ranks(mesh, stage)
+        yield from all_reduce_links("data_parallel", ranks, parameters * model.gradient_bytes)
+
+
+def _control(mesh: MeshConfig) -> Iterator[LinkBytes]:
+    for replica in range(mesh.replicas):
+        yield from all_gather_links("control", _pipeline_ranks(mesh, replica), GRAD_NORM_BYTES)
+    for stage in range(mesh.stages):
+        yield from all_reduce_links("control", _data_parallel_ranks(mesh, stage), TOKEN_COUNT_BYTES)
