@@ -46,7 +46,8 @@ def finetune(name: str, options: list[str]) -> dict:
     say(f"{name} run")
     print(shlex.join(command), flush=True)
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    subprocess.run(command, check=True, env={**os.environ, **quiet})
+    if subprocess.run(command, env={**os.environ, **quiet}).returncode:
+        raise SystemExit(f"The {name} run failed; its messages are above.")
     return json.loads(metrics_file.read_text())
 
 

@@ -10,6 +10,7 @@ Pure filesystem code (no torch). A checkpoint is an ordinary Hugging Face folder
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -185,15 +186,19 @@ def _fsync(path: Path) -> None:
 
 
 def discard_partials(output_dir: Path) -> None:
-    """Deletes what killed saves left behind, and puts back a checkpoint that a killed commit had moved aside."""
+    """Deletes what killed saves left behind, and puts back a checkpoint that a killed commit had moved aside.
+
+    Several processes may call it at once (one per machine of a shared filesystem), while nobody saves.
+    """
     for partial in output_dir.glob(f"{PARTIAL_PREFIX}*"):
-        shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
     for aside in output_dir.glob(f"{REPLACED_PREFIX}*"):
         final = aside.with_name(aside.name.removeprefix(REPLACED_PREFIX))
         if final.exists():
-            shutil.rmtree(aside)
+            shutil.rmtree(aside, ignore_errors=True)
         else:
-            os.rename(aside, final)
+            with contextlib.suppress(FileNotFoundError):  # another process has put it back
+                os.rename(aside, final)
 
 
 def checkpoint_fault(folder: Path) -> str | None:

@@ -98,11 +98,18 @@ def train_single(kind: str, num_layers: int, rows_per_step: int, folder: str, nu
     """Plain transformers Trainer in one process."""
     arguments = {**COMMON, **overrides}
     args = TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=rows_per_step, per_device_eval_batch_size=rows_per_step, **arguments
+        output_dir=folder,
+        per_device_train_batch_size=rows_per_step,
+        per_device_eval_batch_size=rows_per_step,
+        **arguments,
     )
     model = tiny_model(kind, num_layers)
     trainer = Trainer(
-        model=model, args=args, train_dataset=Rows(num_rows), eval_dataset=Rows(22, seed=2), data_collator=collate_fixed
+        model=model,
+        args=args,
+        train_dataset=Rows(num_rows),
+        eval_dataset=Rows(22, seed=2),
+        data_collator=collate_fixed,
     )
     trainer.train()
     return summary(trainer, trainer.model.state_dict())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,15 @@ def test_commit_replaces_and_an_interrupted_replacement_is_undone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     with pytest.raises(FileNotFoundError, match="open_partial"):
         commit(tmp_path / ".partial-checkpoint-1", final)
+
+
+def test_several_processes_may_discard_at_once(tmp_path):
+    for i in range(100):
+        (open_partial(tmp_path / f"checkpoint-{i}") / "file").write_text("half")
+        (tmp_path / f".replaced-checkpoint-{i}").mkdir()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(discard_partials, [tmp_path] * 4))
+    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{i}" for i in range(100)}
 
 
 def watch_events(kill_at: int | None, folder: Path) -> list[str]:
