@@ -168,9 +168,7 @@ class MeshAdaptMixin:
         inputs = self._padded(self._prepare_inputs(inputs), rows)
         self._batch_length = inputs["labels"].shape[1]
         loss = engine.train_batch(inputs, rows, num_items_in_batch, self.state.global_step, self._accumulation, sync)
-        meter.add_tokens(
-            int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["labels"].numel()
-        )
+        meter.add_tokens(inputs["labels"].numel())  # padding travels too
         self._accumulation = 0 if sync else self._accumulation + 1
         return loss * engine.loss_share
 

@@ -6,6 +6,7 @@ Both runners give the same numbers: same microbatches, same boundary modules, sa
 from __future__ import annotations
 
 import contextlib
+import warnings
 from abc import ABC, abstractmethod
 
 import torch
@@ -262,4 +263,7 @@ def wrap_data_parallel(stage: nn.Module, group: dist.ProcessGroup | None) -> nn.
     if group is None or dist.get_world_size(group) == 1 or not any(p.requires_grad for p in stage.parameters()):
         return stage
     # Replicas start from the same checkpoint, and boundaries' buffers are agreed on elsewhere: nothing to broadcast.
-    return DistributedDataParallel(stage, process_group=group, broadcast_buffers=False, init_sync=False)
+    with warnings.catch_warnings():
+        # The suggested successor would still broadcast buffers once.
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        return DistributedDataParallel(stage, process_group=group, broadcast_buffers=False, init_sync=False)

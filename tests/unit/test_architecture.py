@@ -1,0 +1,99 @@
+"""The import rules of the package: who may depend on whom, and what pure modules may not touch."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "hf_meshadapt"
+PURE = [
+    "config.py",
+    "planner.py",
+    "gradients.py",
+    "checkpoint_folder.py",
+    "boundary/prf.py",
+    "boundary/codecs.py",
+    "boundary/module.py",
+    "pipeline/partition.py",
+    "pipeline/layout.py",
+    "pipeline/microbatch.py",
+]
+HEAVY = ("torch.distributed", "accelerate", "transformers")
+# A module may import its own layer and those before it.
+LAYERS = [
+    {"config", "mesh", "planner", "boundary", "gradients"},
+    {"metering", "checkpoint_folder", "checkpoint_state", "checkpoint", "shard_transfer", "pipeline"},
+    {"engine"},
+    {"mesh_checkpoint", "arguments", "progress"},
+    {"trainer"},
+]
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of what a file imports, type-checking imports left out."""
+    names = set()
+    package = ["hf_meshadapt", *path.relative_to(PACKAGE).parts[:-1]]
+    tree = ast.parse(path.read_text())
+    guarded = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            names.add(".".join([*base, *([node.module] if node.module else [])]))
+            names |= {".".join([*base, node.module or "", alias.name]).replace("..", ".") for alias in node.names}
+    return names
+
+
+def module_of(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[1] if parts[0] == "hf_meshadapt" and len(parts) > 1 else None
+
+
+@pytest.mark.parametrize("file", PURE)
+def test_pure_modules_are_pure(file):
+    touched = {name for name in imports(PACKAGE / file) if name.startswith(HEAVY)}
+    assert not touched
+
+
+def test_dependencies_point_one_way():
+    rank = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}
+    for path in PACKAGE.rglob("*.py"):
+        module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if module == "__init__":
+            continue
+        assert module in rank, f"{module} is not placed in LAYERS"
+        for used in filter(None, map(module_of, imports(path))):
+            if used in rank:
+                assert rank[used] <= rank[module], f"{path.name} imports {used}"
+
+
+def test_no_cycles_between_modules():
+    edges = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(["hf_meshadapt", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+        edges[name] = imports(path)
+    known = set(edges)
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for used in edges[name] & known - {"hf_meshadapt"}:
+                visit(used, (*path, name))
+            done.add(name)
+
+    done: set[str] = set()
+    for name in known:
+        visit(name, ())
+
+
+def test_no_module_globals_for_state():
+    for path in PACKAGE.rglob("*.py"):
+        assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Global)], path
