@@ -23,6 +23,11 @@ STAGE_SHARD = re.compile(r"model-stage-(\d{5})-of-(\d{5})-shard-(\d{5})-of-(\d{5
 STANDARD_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
+def shard_name(stage: int, num_stages: int, shard: int = 0, num_shards: int = 1) -> str:
+    """What a stage's shard is called until `merge_index` renames it."""
+    return f"model-stage-{stage:05d}-of-{num_stages:05d}-shard-{shard:05d}-of-{num_shards:05d}.safetensors"
+
+
 def save_stage(
     model, owned: list[str], folder: Path, stage: int, num_stages: int, max_shard_size: int | str = "50GB"
 ) -> list[Path]:
@@ -88,10 +93,7 @@ def _move_out(private: Path, folder: Path, stage: int, num_stages: int) -> list[
     shards = sorted(path.name for path in private.glob("*.safetensors"))
     if not shards:
         raise RuntimeError(f"save_pretrained wrote no weights for stage {stage} into {private}")
-    targets = {
-        name: f"model-stage-{stage:05d}-of-{num_stages:05d}-shard-{i:05d}-of-{len(shards):05d}.safetensors"
-        for i, name in enumerate(shards)
-    }
+    targets = {name: shard_name(stage, num_stages, i, len(shards)) for i, name in enumerate(shards)}
     if stage == 0:
         others = (path.name for path in private.iterdir() if path.name not in (*targets, INDEX_NAME))
         targets.update((name, name) for name in others)

@@ -29,6 +29,7 @@ SINGLE_NAME = "model.safetensors"
 MESH_FORMAT = 1
 PARTIAL_PREFIX = ".partial-"
 REPLACED_PREFIX = ".replaced-"
+TOKEN_PREFIX = ".shared-"  # by which ranks find out whether they share a filesystem
 # The limit that the safetensors library itself sets; it keeps a corrupt length from asking for gigabytes.
 MAX_HEADER_BYTES = 100_000_000
 NUM_NAMES_SHOWN = 8
@@ -192,6 +193,8 @@ def discard_partials(output_dir: Path) -> None:
     """
     for partial in output_dir.glob(f"{PARTIAL_PREFIX}*"):
         shutil.rmtree(partial, ignore_errors=True)
+    for token in output_dir.glob(f"{TOKEN_PREFIX}*"):
+        token.unlink(missing_ok=True)
     for aside in output_dir.glob(f"{REPLACED_PREFIX}*"):
         final = aside.with_name(aside.name.removeprefix(REPLACED_PREFIX))
         if final.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,10 +17,13 @@ from .metering import SocketMeter, StepMeter, exchange_json, summarise
 from .pipeline.assembly import ModelParts, build_stages, cut_model, load_model
 from .pipeline.microbatch import Batch, microbatch_keys
 from .pipeline.runner import PipelineRunner, Runner, SequentialRunner
-from .pipeline.schedule import Waiter
 from .planner import BytePlan, ModelShape, byte_plan
+from .waiting import Waiter, within
 
 logger = logging.getLogger(__name__)
+
+# An error lists the ranks it may be about, up to so many.
+MAX_NAMED_PEERS = 8
 
 
 class MeshEngine:
@@ -36,50 +40,75 @@ class MeshEngine:
         self.topology = MeshTopology(mesh.stages, mesh.replicas, rank)
         self.sockets = SocketMeter()
         self.step_meter = StepMeter()
+        self.waiter = Waiter(self._describe_stage, mesh.timeout_seconds, self.step_meter.add_wait)
         self.groups: MeshGroups | None = None
         if not mesh.emulated:
-            self.groups = MeshGroups(self.topology, mesh.wire_backend, mesh.timeout_seconds, self.sockets)
-            self.sockets.resolve_peers(self.groups.save)
-        self.waiter = Waiter(self._describe_stage, mesh.timeout_seconds, self.step_meter.add_wait)
+            with self.naming("the process groups shared with"):
+                self.groups = within(mesh.timeout_seconds, self._make_groups)
+                self.sockets.resolve_peers(self.groups.save)
         self.parts: ModelParts | None = None
         self.runner: Runner | None = None
         self.calibrated = False
         self._cut: tuple | None = None
 
+    def _make_groups(self) -> MeshGroups:
+        return MeshGroups(self.topology, self.mesh.wire_backend, self.mesh.timeout_seconds, self.sockets)
+
     # Model -----------------------------------------------------------------------------------------------------------
 
     def take_model(self, model, dtype: str):
-        """Loads (from a name) or cuts in place (a whole model) this rank's part and returns it."""
-        if isinstance(model, str):
-            self._cut = load_model(model, self.mesh, self.topology.stage, dtype)
+        """Loads (from a name or folder) or cuts in place (a whole model) this rank's part and returns it.
+
+        Raises:
+            NotImplementedError: not a Hugging Face causal language model.
+            ValueError: `dtype` is given for a model that has its own.
+        """
+        if isinstance(model, (str, os.PathLike)):
+            self._cut = load_model(str(model), self.mesh, self.topology.stage, dtype)
+        elif not hasattr(model, "config"):
+            raise NotImplementedError(f"{type(model).__name__} is not a Hugging Face model: it has no config")
+        elif dtype != "auto":
+            raise ValueError(
+                f"model_dtype={dtype!r}: has no effect on a model that is loaded already. Give the model's name instead, "
+                "or leave model_dtype at auto"
+            )
         else:
             self._cut = cut_model(model, self.mesh, self.topology.stage)
-        return self._cut[0]
+        model, layout, _ = self._cut
+        if layout.head is None:
+            raise NotImplementedError(
+                f"{type(model).__name__} has no output head, so no language model's loss: load it with "
+                "AutoModelForCausalLM"
+            )
+        return model
 
     def build(self, device: torch.device, autocast: Callable[[], contextlib.AbstractContextManager]) -> None:
         """Builds stages and runner, once the model is on its device."""
         self.parts = build_stages(
             *self._cut, self.mesh, self.boundary, self.topology.stage, self._share_claims, autocast
         )
-        if self.mesh.emulated or self.mesh.num_chunks == 1:
-            group = self.groups.data_parallel if self.groups else None
-            self.runner = SequentialRunner(self.parts, self.mesh, self.boundary, device, data_parallel_group=group)
-        else:
-            self.runner = PipelineRunner(
-                self.parts,
-                self.mesh,
-                self.boundary,
-                device,
-                group=self.groups.pipeline,
-                data_parallel_group=self.groups.data_parallel,
-                waiter=self.waiter,
-            )
+        # Data-parallel modules meet when they are made.
+        with self.naming("data-parallel set-up with", self._replicas):
+            if self.mesh.emulated or self.mesh.num_chunks == 1:
+                group = self.groups.data_parallel if self.groups else None
+                self.runner = SequentialRunner(self.parts, self.mesh, self.boundary, device, data_parallel_group=group)
+            else:
+                self.runner = PipelineRunner(
+                    self.parts,
+                    self.mesh,
+                    self.boundary,
+                    device,
+                    group=self.groups.pipeline,
+                    data_parallel_group=self.groups.data_parallel,
+                    waiter=self.waiter,
+                )
         self.device = device
 
     def _share_claims(self, mine: dict[int, list[str]]) -> dict[int, list[str]]:
         if self.groups is None:
             return mine
-        everyone = exchange_json(sorted(mine.items()), self.groups.control)
+        with self.naming("parameter names from", self._pipeline):
+            everyone = exchange_json(sorted(mine.items()), self.groups.control)
         return {chunk: names for claims in everyone for chunk, names in claims}
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -109,10 +138,17 @@ class MeshEngine:
         keys = [microbatch_keys(seed, step, accumulation, replica, count) for replica in self.local_replicas]
         # The data-parallel axis averages, the loss is normalised by all replicas' tokens.
         divisor = num_items.to(self.device, torch.float32) / self.mesh.replicas
-        loss = self.runner.train_batch(batch, rows, keys, divisor, sync)
+        # Pipeline links name themselves; what is left is DDP's all-reduce, which fails within the backward pass.
+        with self.naming("the other replicas' gradients from", self._replicas):
+            loss = self.runner.train_batch(batch, rows, keys, divisor, sync)
         if sync:
             self._sum_tied_gradients()
         return loss
+
+    def end_step(self) -> None:
+        """To be called when the optimizer has stepped."""
+        self.step_meter.end_step()
+        self.waiter.step = (self.waiter.step or 0) + 1
 
     def eval_batch(self, batch: Batch, rows: int) -> torch.Tensor:
         """Summed token loss of this process's replicas, unmasked; 0 where the last chunk is elsewhere."""
@@ -131,11 +167,8 @@ class MeshEngine:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether a boundary predictor has yet to be fitted."""
-        receives = [stage.receive for stage in self.parts.stages.values() if stage.receive is not None]
-        wanted = self.boundary.masked and self.boundary.predictor == "mean"
-        # Stages without a receiving boundary take part in the pass all the same; a resume finds all fitted or none.
-        return wanted and not self.calibrated and not any(bool(receive.calibrated) for receive in receives)
+        """Whether a boundary predictor has yet to be fitted; all ranks, those without a boundary too, say the same."""
+        return self.boundary.masked and self.boundary.predictor == "mean" and not self.calibrated
 
     @property
     def loss_share(self) -> int:
@@ -147,14 +180,14 @@ class MeshEngine:
     def sum_over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums a small CPU tensor over the replicas of this stage."""
         if self.groups is not None:
-            with self._waiting("the other replicas' sums"):
+            with self._waiting("the other replicas' sums from", self._replicas):
                 dist.all_reduce(tensor, group=self.groups.replica_control)
         return tensor
 
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gives every stage of the pipeline the last stage's small CPU tensor."""
         if self.groups is not None and self.mesh.num_chunks > 1:
-            with self._waiting("the last stage's result"):
+            with self._waiting("the last stage's result from", self._pipeline):
                 dist.broadcast(tensor, group=self.groups.control, group_src=self.mesh.stages - 1)
         return tensor
 
@@ -172,7 +205,7 @@ class MeshEngine:
             return torch.stack(list(chunks.values())).sum().sqrt()
         mine = torch.stack(list(chunks.values()))
         gathered = [torch.empty_like(mine) for _ in range(self.mesh.stages)]
-        with self._waiting("the other stages' gradient norms"):
+        with self._waiting("the other stages' gradient norms from", self._pipeline):
             dist.all_gather(gathered, mine, group=self.groups.control)
         # Chunk c is entry c // stages of stage c % stages.
         return torch.stack(gathered).T.reshape(-1).sum().sqrt()
@@ -194,16 +227,34 @@ class MeshEngine:
         (copy,) = copies
         if copy.grad is None:
             copy.grad = torch.zeros_like(copy)
-        with self._waiting("the other end's gradient of the tied embedding"):
+        ends = self.topology.tied_ranks(self.topology.replica)
+        with self._waiting("the other end's gradient of the tied embedding from", ends):
             dist.all_reduce(copy.grad, group=self.groups.tied)
 
     @contextlib.contextmanager
-    def _waiting(self, awaited: str) -> Iterator[None]:
-        try:
-            with self.step_meter.waiting():
-                yield
-        except RuntimeError as error:
-            raise self.waiter.failure(self._describe_stage(self.topology.stage), awaited, error) from error
+    def _waiting(self, awaited: str, ranks: list[int]) -> Iterator[None]:
+        with self.naming(awaited, ranks), self.step_meter.waiting():
+            yield
+
+    def naming(self, awaited: str, ranks: list[int] | None = None) -> contextlib.AbstractContextManager:
+        """Makes a lost link within the context a `LinkError` that names this rank, the step, `awaited` and peers.
+
+        Args:
+            awaited: what is awaited, up to a preposition: the peers follow.
+            ranks: members of the group in which the wait happens; by default all.
+        """
+        others = [rank for rank in ranks or range(self.mesh.num_ranks) if rank != self.topology.rank]
+        few = 0 < len(others) <= MAX_NAMED_PEERS
+        peers = " or ".join(map(self.topology.describe, others)) if few else "one of all ranks"
+        return self.waiter.naming(self.topology.describe(), f"{awaited} {peers}")
+
+    @property
+    def _pipeline(self) -> list[int]:
+        return self.topology.pipeline_ranks(self.topology.replica)
+
+    @property
+    def _replicas(self) -> list[int]:
+        return self.topology.data_parallel_ranks(self.topology.stage)
 
     def _describe_stage(self, stage: int) -> str:
         return self.topology.describe(self.topology.rank_of(self.topology.replica, stage % self.mesh.stages))
@@ -216,7 +267,8 @@ class MeshEngine:
         def reduce(values: list[float]) -> list[float]:
             tensor = torch.tensor(values, dtype=torch.float64)
             if self.groups is not None:
-                dist.all_reduce(tensor, group=self.groups.save)
+                with self.naming("the last steps' figures from"):
+                    dist.all_reduce(tensor, group=self.groups.save)
             return tensor.tolist()
 
         sent = self.sockets.take_axis_bytes() if self.sockets.available and self.groups else None

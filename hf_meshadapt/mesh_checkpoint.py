@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
-from .checkpoint import STANDARD_SHARD, load_stage_weights, merge_index, save_stage
+from .checkpoint import STANDARD_SHARD, load_stage_weights, merge_index, save_stage, shard_name
 from .checkpoint_folder import (
     INDEX_NAME,
+    MESH_STATE,
     checkpoint_fault,
     commit,
     discard_partials,
     last_whole_checkpoint,
+    load_mesh_info,
     open_partial,
     save_mesh_info,
 )
@@ -62,6 +66,8 @@ class SaveSite:
         stages = engine.mesh.stages if self.group else 1
         self.local_stages = sorted({peer % stages for peer in self.peers})
         self.writes_stage = not any(peer < self.rank and peer % stages == self.rank % stages for peer in self.peers)
+        # A machine with the head of a tied embedding and not the first stage has nobody else to keep it.
+        self.keeps_copy = engine.parts.untied and stages - 1 in self.local_stages and 0 not in self.local_stages
         self.partial = self.final.with_name(f".partial-{name}")
         if self.is_leader:
             open_partial(self.final)
@@ -79,13 +85,21 @@ class SaveSite:
             stages = 1 if self.group is None else self.engine.mesh.stages
             parts = self.engine.parts
             paths = save_stage(parts.model, parts.saved_names(), self.partial, self.engine.topology.stage, stages)
+            if self.keeps_copy:
+                self._write_copy(stages)
         if self.group is not None:
             streams = not self.keep_local and self.engine.topology.replica == 0 and 0 not in self.peers
             send = paths if streams else []
             gather_files(send, self.partial, self.group, self.rank, shared=self.shared or self.keep_local)
         if self.is_leader:
             whole = self.shared or (self.rank == 0 and not self.keep_local)
-            merge_index(self.partial, None if whole else self.local_stages)
+            merge_index(self.partial, None if whole else [0] * self.keeps_copy + self.local_stages)
+
+    def _write_copy(self, num_stages: int) -> None:
+        # As the first stage's only shard here, under the embedding's name; it is not sent to rank 0.
+        for name, stored in self.engine.parts.stored_name_of_copy().items():
+            weight = self.engine.parts.model.get_parameter(name).detach().cpu()
+            save_file({stored: weight.contiguous()}, self.partial / shard_name(0, num_stages), {"format": "pt"})
 
 
 def machine_ranks(rank: int, num_ranks: int) -> list[int]:
@@ -99,9 +113,11 @@ def save_model(engine: MeshEngine, folder: Path, write_extras: Callable[[Path], 
     folder.mkdir(parents=True, exist_ok=True)
     site = SaveSite(engine, folder, "model", keep_local)
     site.write_weights()
-    if site.is_leader:
+    if site.is_leader and (site.rank == 0 or keep_local):
         write_extras(site.partial)
         install(site.partial, folder)
+    elif site.is_leader:
+        shutil.rmtree(site.partial)  # its weights are on rank 0's machine; half a model would be taken for a whole one
     site.barrier()
 
 
@@ -112,6 +128,8 @@ def install(partial: Path, folder: Path) -> None:
     for path in folder.iterdir():
         if STANDARD_SHARD.fullmatch(path.name) and path.name not in names:
             path.unlink()
+        elif path.name in names and path.is_dir():  # a tokenizer's further chat templates; os.replace wants it empty
+            shutil.rmtree(path)
     for name in sorted(names, key=lambda name: name == INDEX_NAME):
         os.replace(partial / name, folder / name)
     partial.rmdir()
@@ -126,13 +144,16 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     scheduler_state: dict,
     keep_local: bool,
-) -> None:
+) -> bool:
     """Writes a checkpoint to resume from, whole or not at all. Collective.
 
     Args:
         final: the checkpoint's folder.
         write_extras: writes tokenizer, trainer state and the like; called once per filesystem.
         optimizer: the torch optimizer; None saves the model only.
+
+    Returns:
+        Whether this rank is the one that clears older checkpoints of its filesystem away. All ranks have the new one.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     site = SaveSite(engine, final.parent, final.name, keep_local)
@@ -142,20 +163,35 @@ def save_checkpoint(
     site.barrier()
     if site.is_leader:
         write_extras(site.partial)
-        save_mesh_info(site.partial, dataclasses.asdict(engine.mesh), step)
+        save_mesh_info(site.partial, dataclasses.asdict(engine.mesh) | {"layers_per_chunk": layers_of(engine)}, step)
         commit(site.partial, final)
     site.barrier()
+    return site.is_leader
 
 
 def _write_state(site: SaveSite, optimizer: torch.optim.Optimizer, scheduler_state: dict) -> None:
     parts = site.engine.parts
     if site.writes_stage:
         copies = parts.stored_name_of_copy()
-        named = [(name, parameter) for name, parameter in parts.named_trainable() if name not in copies]
+        named = [
+            (copies.get(name, name), parameter)
+            for name, parameter in parts.named_trainable()
+            if site.keeps_copy or name not in copies
+        ]
         save_optimizer_files(site.partial, site.engine.topology.stage, *optimizer_state_by_name(optimizer, named))
     save_rank_state(
-        site.partial, site.rank, rng=capture_rng(), scheduler=scheduler_state, tensors=boundary_state(site.engine)
+        site.partial,
+        site.rank,
+        rng=capture_rng(),
+        scheduler=scheduler_state,
+        tensors=boundary_state(site.engine),
+        extra={"calibrated": site.engine.calibrated},
     )
+
+
+def layers_of(engine: MeshEngine) -> list[int]:
+    """Layers of every chunk, as they really were cut."""
+    return [len(span) for span in engine.parts.spans]
 
 
 def boundary_state(engine: MeshEngine) -> dict[str, torch.Tensor]:
@@ -176,9 +212,7 @@ def load_weights(engine: MeshEngine, folder: Path) -> None:
     """
     fault = checkpoint_fault(folder)
     if fault is not None:
-        raise ValueError(
-            f"resume_from_checkpoint={folder}: not a whole checkpoint of a mesh run ({fault}). Use another"
-        )
+        raise ValueError(f"{folder} is not a whole checkpoint of a mesh run ({fault}): use another")
     parts = engine.parts
     load_stage_weights(parts.model, parts.saved_names(), folder, parts.stored_name_of_copy())
 
@@ -195,12 +229,21 @@ def load_state(engine: MeshEngine, folder: Path, optimizer: torch.optim.Optimize
     except FileNotFoundError:
         state = load_rank_state(folder, 0)
     scheduler.load_state_dict(state.scheduler)
-    buffers = boundary_state(engine)
-    if buffers.keys() <= state.tensors.keys():
-        for name, buffer in buffers.items():
-            buffer.copy_(state.tensors[name])
-    elif buffers:
-        logger.warning("%s was written by another mesh shape: boundaries are calibrated anew", folder)
+    if engine.needs_calibration:
+        _load_boundaries(engine, folder, calibrated=state.extra["calibrated"])
+
+
+def _load_boundaries(engine: MeshEngine, folder: Path, calibrated: bool) -> None:
+    # All ranks must decide alike, those without a receiving boundary too: calibration is a pass through all stages.
+    if not calibrated or load_mesh_info(folder)["mesh"]["layers_per_chunk"] != layers_of(engine):
+        logger.warning("%s was written with other boundaries: they are calibrated anew", folder)
+        return
+    saved: dict[str, torch.Tensor] = {}
+    for path in sorted((folder / MESH_STATE).glob("rank-*.json")):
+        saved |= load_rank_state(folder, int(path.stem.split("-")[1])).tensors
+    for name, buffer in boundary_state(engine).items():
+        buffer.copy_(saved[name])
+    engine.calibrated = True
 
 
 def load_rng(engine: MeshEngine, folder: Path) -> None:
@@ -215,6 +258,9 @@ def load_rng(engine: MeshEngine, folder: Path) -> None:
 
 def newest_common(engine: MeshEngine, output_dir: Path) -> Path | None:
     """The newest checkpoint that is whole for every rank, after clearing what a killed save left. Collective.
+
+    Returns:
+        None where this rank has none.
 
     Raises:
         ValueError: the ranks' filesystems have no whole checkpoint of the same step.
@@ -231,9 +277,12 @@ def newest_common(engine: MeshEngine, output_dir: Path) -> Path | None:
         oldest = torch.tensor(step)
         dist.all_reduce(oldest, op=dist.ReduceOp.MIN, group=group)
         if int(oldest) != step:
-            folder = output_dir / f"checkpoint-{int(oldest)}" if oldest >= 0 else None
-            if folder is None or checkpoint_fault(folder) is not None:
+            # A machine can lack the newest one when all were killed while they committed it.
+            folder = output_dir / f"checkpoint-{int(oldest)}"
+            fault = checkpoint_fault(folder) if int(oldest) >= 0 else "another rank has no whole checkpoint at all"
+            if fault is not None:
                 raise ValueError(
-                    f"{engine.topology.describe()} has no whole checkpoint of step {int(oldest)} in {output_dir}"
+                    f"resume_from_checkpoint=True: {output_dir} of {engine.topology.describe()} shares no whole "
+                    f"checkpoint with the other ranks' ({fault}). Give every machine the same ones, or start anew"
                 )
     return folder

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hf_meshadapt.checkpoint_folder import TOKEN_PREFIX
+
 DEFAULT_CHUNK_BYTES = 4 * 2**20
 MAX_CHUNK_BYTES = 2**30
 MAX_NAME_BYTES = 512
@@ -65,7 +67,7 @@ def is_shared(folder: Path, group, rank: int, patience_seconds: float = 1.0) -> 
     problem = None
     with _named(f"agreeing on whether {folder} is shared, started by", 0):
         dist.broadcast(value, group=group, group_src=0)
-        token = folder / f".shared-{bytes(value.tolist()).hex()}"
+        token = folder / f"{TOKEN_PREFIX}{bytes(value.tolist()).hex()}"
         if rank == 0:
             try:
                 token.touch(exist_ok=False)

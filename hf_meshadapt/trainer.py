@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import torch
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from torch.utils.data import RandomSampler
 from transformers import Trainer, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
@@ -20,6 +21,7 @@ from .arguments import MeshAdaptArguments
 from .engine import MeshEngine
 from .pipeline.microbatch import mask_rows, pad_rows
 from .progress import MeshProgressCallback
+from .sampling import EpochSampler
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class MeshAdaptMixin:
 
         def shard_by_replica(loader, device_placement=None, slice_fn_for_dispatch=None):
             accelerator = self.accelerator
-            return prepare_data_loader(
+            loader = prepare_data_loader(
                 loader,
                 accelerator.device,
                 num_processes=1 if mesh.emulated else mesh.replicas,
@@ -84,8 +86,19 @@ class MeshAdaptMixin:
                 data_seed=accelerator.dataloader_config.data_seed,
                 non_blocking=accelerator.non_blocking,
             )
+            if isinstance(loader.batch_sampler, BatchSamplerShard):
+                # Where accelerate looks for it to set the epoch of a loader that skips batches (a resume).
+                loader.batch_sampler.sampler = loader.batch_sampler.batch_sampler.sampler
+            return loader
 
         self.accelerator.prepare_data_loader = shard_by_replica
+
+    def _get_train_sampler(self, train_dataset=None):
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, RandomSampler) and self.accelerator.use_seedable_sampler:
+            return sampler  # accelerate seeds it
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochSampler(sampler, seed) if hasattr(sampler, "generator") else sampler
 
     def get_tp_size(self) -> int:
         """Ranks that read the same batch, as Trainer's batch arithmetic wants to know."""
@@ -95,7 +108,8 @@ class MeshAdaptMixin:
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [self._with_labels(batch) for batch in batches]
         if batches and self.accelerator.gradient_state.end_of_dataloader:
-            batches[-1] = self._without_repeats(batches[-1])
+            # Not of the loader in use: on a resume it skips batches and does not know its size.
+            batches[-1] = self._without_repeats(batches[-1], self.callback_handler.train_dataloader)
         count = sum((self._count_labels(batch["labels"]) for batch in batches), torch.zeros((), dtype=torch.long))
         return batches, self.engine.sum_over_replicas(count.cpu())
 
@@ -114,26 +128,32 @@ class MeshAdaptMixin:
             )
         return dict(batch)
 
-    def _without_repeats(self, batch):
+    def _without_repeats(self, batch, loader):
         """Takes the labels off the rows that the sampler repeated to give every replica a last batch."""
-        remainder = self.accelerator.gradient_state.remainder
-        if self.engine.mesh.emulated or remainder is None or remainder <= 0:
+        if self.engine.mesh.emulated or loader._drop_last or not has_length(loader.dataset):
             return batch
-        rows = len(batch["labels"])
-        return mask_rows(batch, min(rows, max(0, remainder - self.engine.topology.replica * rows)))
+        remainder, rows = len(loader.dataset) % loader.total_batch_size, len(batch["labels"])
+        return mask_rows(batch, max(0, remainder - self.engine.topology.replica * rows)) if remainder else batch
 
     # Training --------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        if resume_from_checkpoint is True:
-            folder = mesh_checkpoint.newest_common(self.engine, Path(self.args.output_dir))
-            if folder is None:
-                raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in {self.args.output_dir}")
-            resume_from_checkpoint = str(folder)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        if has_length(self.train_dataset) and len(self.train_dataset) == 0:
+            raise ValueError("train_dataset is empty. Give it at least one row")
+        # Trainer's own exchanges over all ranks do not say whom they waited for.
+        with self.engine.naming("Trainer's exchange with"):
+            if resume_from_checkpoint is True:
+                folder = mesh_checkpoint.newest_common(self.engine, Path(self.args.output_dir))
+                if folder is None:
+                    raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in {self.args.output_dir}")
+                resume_from_checkpoint = str(folder)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         mesh_checkpoint.load_weights(self.engine, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        mesh_checkpoint.load_weights(self.engine, Path(self.state.best_model_checkpoint))
 
     def _wrap_model(self, model, training=True, dataloader=None):
         # Anything but the model itself tells Trainer to leave it alone: stages are wrapped by the engine.
@@ -187,7 +207,7 @@ class MeshAdaptMixin:
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
         # The step's last moment: everything before it is part of the step that the meter times.
-        optimizer.register_step_post_hook(lambda *_: self.engine.step_meter.end_step())
+        optimizer.register_step_post_hook(lambda *_: self.engine.end_step())
         return optimizer
 
     # Evaluation ------------------------------------------------------------------------------------------------------
@@ -205,7 +225,7 @@ class MeshAdaptMixin:
         for batch in dataloader:
             batch = self._prepare_inputs(self._with_labels(batch))
             if self.accelerator.gradient_state.end_of_dataloader:
-                batch = self._without_repeats(batch)
+                batch = self._without_repeats(batch, dataloader)
             examples = batch["labels"].ne(-100).any(dim=1).sum()
             tokens = self._count_labels(batch["labels"])
             loss = self.engine.eval_batch(self._padded(batch, rows), rows)
@@ -247,7 +267,8 @@ class MeshAdaptMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes one ordinary Hugging Face checkpoint; call it on all ranks."""
         folder = Path(output_dir or self.args.output_dir)
-        mesh_checkpoint.save_model(self.engine, folder, self._save_extras, self.args.save_on_each_node)
+        with self.engine.naming("saving together with"):
+            mesh_checkpoint.save_model(self.engine, folder, self._save_extras, self.args.save_on_each_node)
         if self.args.push_to_hub and not _internal_call and self.is_world_process_zero():
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -272,18 +293,19 @@ class MeshAdaptMixin:
             self._save_extras(folder)
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-        mesh_checkpoint.save_checkpoint(
-            self.engine,
-            final,
-            step=self.state.global_step,
-            write_extras=write_extras,
-            optimizer=None if self.args.save_only_model else self.optimizer.optimizer,
-            scheduler_state=self.lr_scheduler.state_dict(),
-            keep_local=self.args.save_on_each_node,
-        )
+        with self.engine.naming("saving together with"):
+            is_leader = mesh_checkpoint.save_checkpoint(
+                self.engine,
+                final,
+                step=self.state.global_step,
+                write_extras=write_extras,
+                optimizer=None if self.args.save_only_model else self.optimizer.optimizer,
+                scheduler_state=self.lr_scheduler.state_dict(),
+                keep_local=self.args.save_on_each_node,
+            )
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
-        if self.args.should_save:
+        if is_leader:
             rotate_checkpoints(
                 output_dir=str(run_dir),
                 save_total_limit=self.args.save_total_limit,

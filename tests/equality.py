@@ -115,24 +115,35 @@ def train_single(kind: str, num_layers: int, rows_per_step: int, folder: str, nu
     return summary(trainer, trainer.model.state_dict())
 
 
-def train_mesh(rank: int, kind: str, num_layers: int, rows: int, folder: str, num_rows: int = 90, **overrides) -> dict:
-    """MeshAdaptTrainer on this rank, or emulated without a launcher; weights are this rank's own."""
+def mesh_trainer(model, rows: int, folder: str, num_rows: int = 90, collator=collate_fixed, **overrides):
+    """MeshAdaptTrainer on this rank, or emulated without a launcher.
+
+    Args:
+        model: an instance, or the folder of one.
+        overrides: `MeshAdaptArguments` fields, and `trainer`: a dict of further constructor arguments.
+    """
     from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
 
-    dropout = overrides.pop("dropout", 0.0)
-    collator = overrides.pop("collator", collate_fixed)
-    resume = overrides.pop("resume", None)
+    options = overrides.pop("trainer", {})
     arguments = {**COMMON, **overrides}
     args = MeshAdaptArguments(
         output_dir=folder, per_device_train_batch_size=rows, per_device_eval_batch_size=rows, **arguments
     )
-    trainer = MeshAdaptTrainer(
-        model=tiny_model(kind, num_layers, dropout=dropout),
+    return MeshAdaptTrainer(
+        model=model,
         args=args,
         train_dataset=Rows(num_rows),
         eval_dataset=Rows(22, seed=2),
         data_collator=collator,
+        **options,
     )
+
+
+def train_mesh(rank: int, kind: str, num_layers: int, rows: int, folder: str, num_rows: int = 90, **overrides) -> dict:
+    """Trains with MeshAdaptTrainer on this rank; weights are this rank's own."""
+    dropout = overrides.pop("dropout", 0.0)
+    resume = overrides.pop("resume", None)
+    trainer = mesh_trainer(tiny_model(kind, num_layers, dropout=dropout), rows, folder, num_rows, **overrides)
     trainer.train(resume_from_checkpoint=resume)
     state = trainer.engine.parts.model.state_dict()
     names = trainer.engine.parts.saved_names()

@@ -5,6 +5,7 @@ Every rank must report success, a deadline ends all of them, and a rank killed b
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -21,18 +22,24 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher would set, on one machine and the CPU."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 def _entry(rank: int, function, world_size: int, port: int, folder: str, args: tuple) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        ACCELERATE_USE_CPU="true",
-        OMP_NUM_THREADS="1",
-    )
+    os.environ.update(rank_environment(rank, world_size, port))
     torch.set_num_threads(1)
+    gc.freeze()  # what the fork inherited is not this rank's garbage; Trainer's full collection would walk all of it
     try:
         result = function(rank, *args)
         torch.save(result, Path(folder, f"result-{rank}.pt"))
@@ -41,6 +48,13 @@ def _entry(rank: int, function, world_size: int, port: int, folder: str, args: t
         raise
     # Forked children must not run the parent's atexit handlers or wait for gloo's destructors.
     os._exit(0)
+
+
+def fork_rank(rank: int, function, world_size: int, port: int, folder: Path, *args):
+    """Starts one rank alone, for a test that starts the others in another way; returns its process."""
+    process = mp.get_context("fork").Process(target=_entry, args=(rank, function, world_size, port, str(folder), args))
+    process.start()
+    return process
 
 
 def start_ranks(function, world_size: int, folder: Path, *args):

@@ -122,6 +122,10 @@ def load_model(source: str, mesh: MeshConfig, stage: int, dtype: str) -> tuple[n
     def build_pruned(self, config, *args, **kwargs):
         model_class.__init__(self, config, *args, **kwargs)
         _prune_for(self, layout, spans, mesh, stage)
+        # Where one end of a tie was pruned there is nothing to tie, and from_pretrained would look for it.
+        held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        tied = self.all_tied_weights_keys.items()
+        self.all_tied_weights_keys = {target: source for target, source in tied if {target, source} <= held}
 
     # The class keeps its name, which save_pretrained writes into the config. What is pruned is in the file but not
     # in the model, and is no mistake.

@@ -19,6 +19,7 @@ from ..config import BoundaryConfig, MeshConfig
 from .assembly import ModelParts
 from .microbatch import Batch, first_token_positions, largest_divisor, pad_rows
 from .schedule import EarlyReceiveSchedule, NamedInterleavedSchedule, Waiter
+from .torch_internals import fix_buckets
 from .wire_stage import WireStage
 
 
@@ -266,4 +267,6 @@ def wrap_data_parallel(stage: nn.Module, group: dist.ProcessGroup | None) -> nn.
     with warnings.catch_warnings():
         # The suggested successor would still broadcast buffers once.
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-        return DistributedDataParallel(stage, process_group=group, broadcast_buffers=False, init_sync=False)
+        wrapped = DistributedDataParallel(stage, process_group=group, broadcast_buffers=False, init_sync=False)
+    fix_buckets(wrapped)
+    return wrapped

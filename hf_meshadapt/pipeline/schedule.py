@@ -7,17 +7,19 @@ every send starts at once; no order of forward and backward passes can then dead
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
+from ..waiting import Waiter
 from .torch_internals import ScheduleGPipe, ScheduleInterleaved1F1B
 from .wire_stage import WireStage
 
-# An action is ("F" | "B", microbatch).
+# An action is ("F" | "B", microbatch), and where it matters of which chunk ("F" | "B", chunk, microbatch).
 Action = tuple[str, int]
+ChunkAction = tuple[str, int, int]
 
 
 def gpipe_order(num_microbatches: int, stage: int, num_stages: int) -> list[Action]:
@@ -42,89 +44,57 @@ ORDERS: dict[str, Callable[[int, int, int], list[Action]]] = {
 }
 
 
-class LinkError(RuntimeError):
-    """A wait for another rank failed or passed its deadline; says who waited for whom, where and when."""
-
-
-class Waiter:
-    """Waits for communication with a deadline and adds up the time spent.
+class EarlyReceives:
+    """Mixin over torch's schedules that runs the passes of one step with all receives posted first.
 
     Args:
-        describe: names a stage, as `rank 3 (stage 1 of replica 1)`.
-        timeout_seconds: deadline of one wait.
-        on_wait: is told the seconds of every wait.
-    """
-
-    def __init__(self, describe: Callable[[int], str], timeout_seconds: float, on_wait: Callable[[float], None]):
-        self.describe = describe
-        self.timeout_seconds = timeout_seconds
-        self.on_wait = on_wait
-        self.step = 0
-
-    def wait(self, works: list[dist.Work], stage: int, peer: int, awaited: str) -> None:
-        """Waits for `awaited`, a transfer between pipeline stage `stage` (ours) and `peer`."""
-        started = time.monotonic()
-        try:
-            for work in works:
-                if not work.wait(timedelta(seconds=self.timeout_seconds)):
-                    raise RuntimeError("timed out")
-        except RuntimeError as error:
-            raise self.failure(self.describe(stage), f"{awaited} with {self.describe(peer)}", error) from error
-        self.on_wait(time.monotonic() - started)
-
-    def failure(self, who: str, awaited: str, error: Exception) -> LinkError:
-        """The error of a wait that failed."""
-        return LinkError(
-            f"{who} waited for {awaited} at step {self.step} (deadline {self.timeout_seconds:g} s): {error}. Check that "
-            "the peer still runs and that its link is up; training resumes from the last checkpoint"
-        )
-
-
-class EarlyReceiveSchedule(ScheduleGPipe):
-    """GPipe or 1F1B with all receives posted first.
-
-    Args:
-        stage: this rank's stage.
-        order: the sequence of passes, one of `ORDERS`.
+        stages: this rank's chunks.
+        plans: what every rank of the pipeline does, in order.
         waiter: waits and names.
     """
 
-    def __init__(self, stage: WireStage, n_microbatches: int, loss_fn: Callable, order: str, waiter: Waiter):
-        super().__init__(stage, n_microbatches, loss_fn=loss_fn, scale_grads=False)
-        self._order = ORDERS[order](n_microbatches, stage.stage_index, stage.num_stages)
-        self._waiter = waiter
+    def prepare(self, stages: list[WireStage], plans: list[list[ChunkAction]], waiter: Waiter) -> None:
+        self.chunks, self.plans, self.waiter = {stage.stage_index: stage for stage in stages}, plans, waiter
 
-    def _step_microbatches(
-        self,
-        arg_mbs: list | None = None,
-        kwarg_mbs: list | None = None,
-        target_mbs: list | None = None,
-        losses: list | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict | None = None,
-    ) -> None:
-        stage, count = self._stage, self._n_microbatches
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        self._initialize_stage(arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
+    def naming_neighbours(self) -> AbstractContextManager:
+        """Names this rank's neighbours in the errors of exchanges that torch makes, such as the first over a stage."""
+        stage = next(iter(self.chunks.values()))
+        near = {neighbour for chunk in self.chunks for neighbour in (chunk - 1, chunk + 1)}
+        peers = sorted({self.waiter.describe(chunk) for chunk in near if 0 <= chunk < stage.num_stages})
+        return self.waiter.naming(self.waiter.describe(stage.stage_index), f"an exchange with {' or '.join(peers)}")
 
-        activations = [_start(stage.get_fwd_recv_ops(i)) for i in range(count)]
-        gradients = [_start(stage.get_bwd_recv_ops(i)) for i in range(count)]
-        sends: list[tuple[list[dist.Work], int, str]] = []
-        before, after, here = stage.stage_index - 1, stage.stage_index + 1, stage.stage_index
-        for kind, i in self._order:
+    def run_passes(self, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs) -> None:
+        arrivals = self._post_receives()
+        sends: list[tuple[list[dist.Work], int, int, str]] = []
+        for kind, chunk, i in self.plans[next(iter(self.chunks.values())).group_rank]:
+            stage, arrival = self.chunks[chunk], arrivals.get((kind, chunk, i), [])
             if kind == "F":
-                self._waiter.wait(activations[i], here, before, f"the activation of microbatch {i}")
+                self.waiter.wait(arrival, chunk, chunk - 1, f"the activation of microbatch {i} from")
                 output = stage.forward_one_chunk(i, arg_mbs[i], kwarg_mbs[i], save_forward_output=return_outputs)
-                sends.append((_start(stage.get_fwd_send_ops(i)), after, f"sending the activation of microbatch {i}"))
+                works = _start(stage.get_fwd_send_ops(i))
+                sends.append((works, chunk, chunk + 1, f"sending the activation of microbatch {i} to"))
                 self._maybe_compute_loss(stage, output, target_mbs, i, loss_kwargs)
             elif self._has_backward:
-                self._waiter.wait(gradients[i], here, after, f"the gradient of microbatch {i}")
+                self.waiter.wait(arrival, chunk, chunk + 1, f"the gradient of microbatch {i} from")
                 loss = self._maybe_get_loss(stage, i)
-                stage.backward_one_chunk(i, loss=loss, last_backward=i == count - 1)
-                sends.append((_start(stage.get_bwd_send_ops(i)), before, f"sending the gradient of microbatch {i}"))
-        for works, peer, awaited in sends:
-            self._waiter.wait(works, here, peer, awaited)
-        self._update_losses(stage, losses)
+                stage.backward_one_chunk(i, loss=loss, last_backward=i == self._n_microbatches - 1)
+                works = _start(stage.get_bwd_send_ops(i))
+                sends.append((works, chunk, chunk - 1, f"sending the gradient of microbatch {i} to"))
+        for works, chunk, peer, awaited in sends:
+            self.waiter.wait(works, chunk, peer, awaited)
+        self._update_losses(list(self.chunks.values()), losses)
+
+    def _post_receives(self) -> dict[ChunkAction, list[dist.Work]]:
+        """All receives, by the action that needs them."""
+        arrivals = {}
+        # In the order in which each peer sends: messages of several chunks share a link and carry no name.
+        for kind, sender, i in itertools.chain.from_iterable(self.plans):
+            chunk = sender + 1 if kind == "F" else sender - 1
+            if chunk in self.chunks:
+                stage = self.chunks[chunk]
+                ops = stage.get_fwd_recv_ops(i) if kind == "F" else stage.get_bwd_recv_ops(i)
+                arrivals[kind, chunk, i] = _start(ops)
+        return arrivals
 
 
 def _start(ops: list[dist.P2POp]) -> list[dist.Work]:
@@ -139,21 +109,66 @@ def _start(ops: list[dist.P2POp]) -> list[dist.Work]:
     ]
 
 
-class NamedInterleavedSchedule(ScheduleInterleaved1F1B):
-    """torch's interleaved 1F1B; a failed wait names this rank and step (torch waits inside its own runtime)."""
+class EarlyReceiveSchedule(EarlyReceives, ScheduleGPipe):
+    """GPipe or 1F1B with all receives posted first.
+
+    Args:
+        stage: this rank's stage.
+        order: the sequence of passes, one of `ORDERS`.
+        waiter: waits and names.
+    """
+
+    def __init__(self, stage: WireStage, n_microbatches: int, loss_fn: Callable, order: str, waiter: Waiter):
+        super().__init__(stage, n_microbatches, loss_fn=loss_fn, scale_grads=False)
+        ranks = range(stage.num_stages)
+        plans = [[(kind, s, i) for kind, i in ORDERS[order](n_microbatches, s, stage.num_stages)] for s in ranks]
+        self.prepare([stage], plans, waiter)
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list | None = None,
+        kwarg_mbs: list | None = None,
+        target_mbs: list | None = None,
+        losses: list | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict | None = None,
+    ) -> None:
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        with self.naming_neighbours():
+            self._initialize_stage(arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
+        self.run_passes(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+
+
+class NamedInterleavedSchedule(EarlyReceives, ScheduleInterleaved1F1B):
+    """Interleaved 1F1B in torch's order of passes; over gloo with all receives posted first."""
 
     def __init__(self, stages: list[WireStage], n_microbatches: int, loss_fn: Callable, waiter: Waiter):
         super().__init__(stages, n_microbatches, loss_fn=loss_fn, scale_grads=False)
-        self._waiter = waiter
+        plans = [
+            [
+                (action.computation_type.value, action.stage_index, action.microbatch_index)
+                for action in order
+                if action
+            ]
+            for _, order in sorted(self.pipeline_order.items())
+        ]
+        self.prepare(stages, plans, waiter)
 
-    def _step_microbatches(self, *args, **kwargs) -> None:
-        try:
-            super()._step_microbatches(*args, **kwargs)
-        except RuntimeError as error:
-            here = self._stages[0].group_rank
-            peers = sorted({(here - 1) % self.pp_group_size, (here + 1) % self.pp_group_size})
-            names = " or ".join(self._waiter.describe(peer) for peer in peers)
-            raise LinkError(
-                f"{self._waiter.describe(here)} failed in the interleaved schedule at step {self._waiter.step}, "
-                f"exchanging with {names}: {error}"
-            ) from error
+    def _step_microbatches(
+        self,
+        arg_mbs: list | None = None,
+        kwarg_mbs: list | None = None,
+        target_mbs: list | None = None,
+        losses: list | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict | None = None,
+    ) -> None:
+        if not self._stages[0].host_wire:
+            # NCCL works off a link's messages one by one, so that a send would wait behind the receives posted first.
+            with self.naming_neighbours():
+                super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+            return
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        with self.naming_neighbours():
+            self._initialize_stages(arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
+        self.run_passes(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)

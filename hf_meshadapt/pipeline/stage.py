@@ -86,7 +86,8 @@ class StageModule(nn.Module):
     def own(self, names: list[str]) -> None:
         """Registers the model's parameters of these names as this chunk's own."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name in names:
+        # Last first, as their gradients come: DDP fills its buckets in this order (`fix_buckets`).
+        for name in reversed(names):
             self.register_parameter(name.replace(".", "/"), parameters[name])
         self.owned_names = list(names)
 

@@ -1,4 +1,4 @@
-"""Every private name of torch.distributed.pipelining that the package leans on, in one place.
+"""Every private name of torch's pipelining and DDP that the package leans on, in one place.
 
 `tests/unit/test_torch_internals.py` fails when a new torch version moves one of them or changes what is assumed of it.
 """
@@ -6,5 +6,18 @@
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._utils import flatten_args
 from torch.distributed.pipelining.stage import _RecvInfo as RecvInfo
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["PipelineStage", "RecvInfo", "ScheduleGPipe", "ScheduleInterleaved1F1B", "flatten_args"]
+__all__ = ["PipelineStage", "RecvInfo", "ScheduleGPipe", "ScheduleInterleaved1F1B", "fix_buckets", "flatten_args"]
+
+
+def fix_buckets(module: DistributedDataParallel) -> None:
+    """Lays a new module's gradient buckets out once for all, in the order of its parameters. Collective.
+
+    DDP itself does so after its first backward pass, in the order in which gradients came. The last bits of a sum over
+    three replicas or more depend on the place in the bucket, so that a resumed run, whose first step would have the
+    first layout again, would leave the uninterrupted one.
+    """
+    module.reducer._push_all_rebuilt_params()
+    rebuilt = module.reducer._rebuild_buckets()
+    assert rebuilt, "this torch lays buckets out by other rules"

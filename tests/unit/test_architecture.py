@@ -10,6 +10,7 @@ PURE = [
     "config.py",
     "planner.py",
     "gradients.py",
+    "sampling.py",
     "checkpoint_folder.py",
     "boundary/prf.py",
     "boundary/codecs.py",
@@ -21,10 +22,10 @@ PURE = [
 HEAVY = ("torch.distributed", "accelerate", "transformers")
 # A module may import its own layer and those before it.
 LAYERS = [
-    {"config", "mesh", "planner", "boundary", "gradients"},
+    {"config", "mesh", "planner", "boundary", "gradients", "sampling", "waiting"},
     {"metering", "checkpoint_folder", "checkpoint_state", "checkpoint", "shard_transfer", "pipeline"},
     {"engine"},
-    {"mesh_checkpoint", "arguments", "progress"},
+    {"mesh_checkpoint", "argument_checks", "arguments", "progress"},
     {"trainer"},
 ]
 

@@ -1,0 +1,200 @@
+"""What `MeshAdaptArguments` refuses at construction: every error names field, value, constraint and remedy."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from .config import PREDICTORS, SCHEDULES, WIRE_DTYPE_BYTES
+from .pipeline.microbatch import largest_divisor
+
+# What a preset gives to the fields that the user left unset.
+PRESETS: dict[str, dict] = {
+    "dense": {"mask_ratio": 0.0, "exact_first_token": False, "boundary_predictor": "none"},
+    "paper": {"mask_ratio": 0.95, "exact_first_token": False, "boundary_predictor": "none", "wire_dtype": "bfloat16"},
+}
+
+# Trainer's options that a mesh would ignore or get wrong, and what to do instead.
+UNSUPPORTED = {
+    "fp16": "gradient scaling across stages is not supported. Use bf16=True",
+    "auto_find_batch_size": "ranks could end up with different batch sizes. Set per_device_train_batch_size instead",
+    "fsdp": "cannot be combined with a pipeline mesh. Unset it",
+    "deepspeed": "cannot be combined with a pipeline mesh. Unset it",
+    "label_smoothing_factor": "the last stage computes the model's own loss, which is not smoothed. Leave it at 0",
+    "torch_compile": "stages are not compiled. Unset it",
+    "use_liger_kernel": "it replaces the forward pass that stages are cut from. Unset it",
+}
+
+
+def user_error(field_name: str, value, constraint: str, remedy: str) -> ValueError:
+    return ValueError(f"{field_name}={value!r}: {constraint}. {remedy}")
+
+
+class ArgumentChecks:
+    """Mixin of `MeshAdaptArguments`: checks its fields and fills in those that follow from others."""
+
+    def _check_choices(self) -> None:
+        if self.wire_backend is None:
+            self.wire_backend = "gloo"
+        choices = {
+            "preset": PRESETS,
+            "pipeline_schedule": SCHEDULES,
+            "boundary_predictor": (*PREDICTORS, None),
+            "wire_dtype": (*WIRE_DTYPE_BYTES, None),
+            "wire_backend": ("gloo", "nccl"),
+            "model_dtype": ("auto", "float32", "bfloat16"),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                options = ", ".join(str(option) for option in allowed if option is not None)
+                raise user_error(name, value, "not a known choice", f"Use one of: {options}")
+
+    def _check_boundary(self, given: dict, default_dtype: str) -> None:
+        ratio = self.mask_ratio
+        if not 0.0 <= ratio < 1.0:
+            raise user_error(
+                "mask_ratio", ratio, "must lie in [0, 1)", "Use 0 for dense, 0.9 or 0.95 as the paper does"
+            )
+        if ratio > 0.0 and self.num_chunks == 1:
+            name = "preset" if given["mask_ratio"] is None else "mask_ratio"
+            raise user_error(
+                name, getattr(self, name), "has no effect with one stage: nothing crosses a boundary",
+                f"Set pipeline_stages to 2 or more, or leave {name} unset",
+            )  # fmt: skip
+        if self.num_chunks == 1 and self.wire_dtype != default_dtype:
+            raise user_error(
+                "wire_dtype", self.wire_dtype, "has no effect with one stage: nothing crosses a boundary",
+                "Set pipeline_stages to 2 or more, or leave it unset",
+            )  # fmt: skip
+        if ratio == 0.0:
+            for name, off in (("exact_first_token", False), ("boundary_predictor", "none"), ("mask_seed", None)):
+                if given[name] not in (None, off):
+                    raise user_error(
+                        name, given[name], "has no effect without masking", "Set mask_ratio above 0, or leave it unset"
+                    )
+
+    def _check_mesh(self) -> None:
+        batches = ("per_device_train_batch_size", "per_device_eval_batch_size")
+        for name in ("pipeline_stages", "pipeline_chunks_per_rank", *batches):
+            if getattr(self, name) < 1:
+                raise user_error(name, getattr(self, name), "must be at least 1", "Use 1 or more")
+        for name in ("link_timeout_seconds", "ddp_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise user_error(name, seconds, "must be a positive number of seconds", "Try 600")
+        if self.wire_backend == "nccl" and not self.emulated and (self.use_cpu or not torch.cuda.is_available()):
+            raise user_error("wire_backend", "nccl", "needs a GPU for every rank", "Use gloo")
+        interleaved = self.pipeline_schedule == "interleaved"
+        if interleaved and (self.pipeline_chunks_per_rank < 2 or self.pipeline_stages < 2):
+            raise user_error(
+                "pipeline_schedule",
+                self.pipeline_schedule,
+                "needs pipeline_chunks_per_rank >= 2 and pipeline_stages >= 2",
+                "Set both to 2, or use gpipe or 1f1b",
+            )
+        if self.pipeline_chunks_per_rank > 1 and not interleaved:
+            raise user_error(
+                "pipeline_chunks_per_rank",
+                self.pipeline_chunks_per_rank,
+                f"has no effect under pipeline_schedule={self.pipeline_schedule}",
+                "Set pipeline_schedule=interleaved, or leave it at 1",
+            )
+        self._resolve_replicas()
+        self._resolve_microbatches()
+        self.layers_per_chunk()
+
+    def _resolve_replicas(self) -> None:
+        world, stages, replicas = self.launched_ranks, self.pipeline_stages, self.data_parallel_replicas
+        if replicas is not None and replicas < 1:
+            raise user_error(
+                "data_parallel_replicas", replicas, "must be at least 1", "Leave it unset under a launcher"
+            )
+        if world > 1 and world % stages:
+            raise user_error(
+                "pipeline_stages", stages, f"does not divide the {world} ranks that were launched",
+                f"Launch a multiple of {stages} processes, or choose a divisor of {world}",
+            )  # fmt: skip
+        if world > 1 and replicas not in (None, world // stages):
+            raise user_error(
+                "data_parallel_replicas", replicas, f"{world} launched ranks over {stages} stages make {world // stages}",
+                "Leave it unset under a launcher",
+            )  # fmt: skip
+        self.data_parallel_replicas = world // stages if world > 1 else (replicas or 1)
+
+    def _resolve_microbatches(self) -> None:
+        batch, wanted = self.per_device_train_batch_size, self.pipeline_microbatches
+        if wanted is None:
+            most = 2 * self.num_chunks if self.num_chunks > 1 else 1
+            counts = range(1, min(most, batch) + 1)
+            self.pipeline_microbatches = max(n for n in counts if batch % n == 0 and self._schedule_takes(n))
+        elif wanted < 1:
+            raise user_error("pipeline_microbatches", wanted, "must be at least 1", "Leave it unset for a default")
+        elif batch % wanted:
+            raise user_error(
+                "pipeline_microbatches", wanted, f"does not divide per_device_train_batch_size={batch}",
+                "Change one of them so that every microbatch has the same number of rows",
+            )  # fmt: skip
+        elif not self._schedule_takes(wanted):
+            raise user_error(
+                "pipeline_microbatches", wanted, "the interleaved schedule cannot run so many in equal rounds",
+                f"Use a multiple of pipeline_stages={self.pipeline_stages}",
+            )  # fmt: skip
+        rows = self.per_device_eval_batch_size
+        if not self._schedule_takes(largest_divisor(rows, self.pipeline_microbatches)):
+            raise user_error(
+                "per_device_eval_batch_size", rows, "the interleaved schedule cannot cut it into equal rounds",
+                f"Use a multiple of pipeline_stages={self.pipeline_stages}",
+            )  # fmt: skip
+
+    def _schedule_takes(self, count: int) -> bool:
+        return self.pipeline_schedule != "interleaved" or count % max(1, count // self.pipeline_stages) == 0
+
+    def _check_trainer_options(self) -> None:
+        for name, reason in UNSUPPORTED.items():
+            if getattr(self, name):
+                raise NotImplementedError(f"{name}={getattr(self, name)!r}: {reason}")
+        for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+            if os.environ.get(name, "false").lower() in ("1", "true"):
+                raise NotImplementedError(f"{name}={os.environ[name]}: {UNSUPPORTED['fsdp']} in accelerate's config")
+        if self.train_sampling_strategy == "batch_rebalance":
+            raise NotImplementedError(
+                "train_sampling_strategy='batch_rebalance': it deals rows out to ranks, and the stages of a pipeline "
+                "must read the same. Use group_by_length or random"
+            )
+        if not self.average_tokens_across_devices:
+            raise NotImplementedError(
+                "average_tokens_across_devices=False: the mesh normalises by all replicas' tokens. Leave it at True"
+            )
+
+    def layers_per_chunk(self) -> tuple[int, ...] | None:
+        """`pipeline_split` as numbers; None for the automatic balance."""
+        if self.pipeline_split is None:
+            return None
+        parts = self.pipeline_split
+        try:
+            layers = tuple(int(part) for part in (parts.split(",") if isinstance(parts, str) else parts))
+        except ValueError:
+            layers = ()
+        if len(layers) != self.num_chunks or min(layers) < 1:
+            raise user_error(
+                "pipeline_split", parts, f"must name at least one layer for each of {self.num_chunks} chunks",
+                "Write for example 12,10,8, or leave it unset",
+            )  # fmt: skip
+        return layers
+
+    @property
+    def launched_ranks(self) -> int:
+        """Ranks that the launcher started; 1 without a launcher."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def num_chunks(self) -> int:
+        return self.pipeline_stages * self.pipeline_chunks_per_rank
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the whole mesh runs in this one process."""
+        return self.launched_ranks == 1

@@ -1,0 +1,80 @@
+"""From the running sums of unmasked passes to what a boundary needs: predictor and transforms. Pure tensor code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .predictor import fit_mean, fit_ridge, residual_covariance, residual_energy
+from .statistics import BoundaryMoments
+from .transform import TransformTables, fit_tables
+
+# Ridge of the token predictor, in tokens, for features of norm 1.
+RIDGE = 1.2
+
+
+@dataclass
+class BoundaryFit:
+    """What calibration found out about one boundary; both ends hold the same.
+
+    Attributes:
+        weights: (F, H) float32, hidden = features @ weights; F is 1 for the channel mean.
+        forward, backward: transforms of the two directions, None where the codec needs none.
+        explained: share of the held-out energy around the channel mean that the token predictor explains.
+    """
+
+    weights: Tensor
+    forward: TransformTables | None
+    backward: TransformTables | None
+    explained: float
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything as named tensors, for checkpoints and for the other end."""
+        state = {"weights": self.weights, "explained": torch.tensor(self.explained)}
+        for name in ("forward", "backward"):
+            tables = getattr(self, name)
+            if tables is not None:
+                state |= {f"{name}/{part}": tensor for part, tensor in vars(tables).items()}
+        return state
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> BoundaryFit:
+        def tables(name: str) -> TransformTables | None:
+            parts = {key.split("/")[1]: value for key, value in state.items() if key.startswith(f"{name}/")}
+            return TransformTables(**parts) if parts else None
+
+        return cls(state["weights"], tables("forward"), tables("backward"), float(state["explained"]))
+
+
+def fit_boundary(moments: BoundaryMoments, *, transforms: bool, weighted: bool = True) -> BoundaryFit:
+    """Fits predictor and transforms.
+
+    The token predictor is kept only where it beats the channel mean on held-out tokens: with few tokens it overfits.
+
+    Args:
+        moments: sums over all replicas' tokens.
+        transforms: fit the two transforms as well.
+        weighted: weigh the forward transform by what the loss feels.
+
+    Raises:
+        ValueError: no token was seen.
+    """
+    if moments.num_tokens == 0:
+        raise ValueError("calibration saw no token: give the training set longer sequences")
+    mean = fit_mean(moments.features, moments.cross)
+    weights, explained = mean, 0.0
+    if len(moments.features) > 1:
+        held = (moments.held_features, moments.held_cross, float(moments.held_energy))
+        fitted = fit_ridge(moments.features, moments.cross, RIDGE)
+        around_mean = residual_energy(mean, *held)
+        explained = 1.0 - residual_energy(fitted, *held) / around_mean if around_mean > 0 else 0.0
+        weights = fitted if explained > 0 else mean
+    forward = backward = None
+    if transforms:
+        size = moments.hidden.shape[0]
+        covariance = residual_covariance(weights, moments.features, moments.cross, moments.hidden)
+        forward = fit_tables(covariance, moments.gradients if weighted else None, size)
+        backward = fit_tables(moments.gradients / moments.num_tokens, None, size)
+    return BoundaryFit(weights, forward, backward, explained)

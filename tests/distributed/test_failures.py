@@ -1,0 +1,308 @@
+"""Ranks that die, hang, fail or never come: the others end by themselves in time, with an error that says whom they
+waited for, where and when.
+
+Many cases run side by side: they wait far more than they compute.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hf_meshadapt import engine, mesh_checkpoint
+from hf_meshadapt.checkpoint_folder import last_whole_checkpoint
+
+from ..equality import mesh_trainer, tiny_model
+from ..launch import fork_rank, free_port, rank_environment, start_ranks
+
+LINK_TIMEOUT_SECONDS = 6.0
+# Ranks wait in turn for one another's ends, and the machine may be busy.
+MARGIN_SECONDS = 8.0
+HARD_DEADLINE_SECONDS = 60.0
+BREAK_AT_STEP = 2
+
+
+@dataclass
+class Case:
+    """One run in which one rank fails.
+
+    Attributes:
+        how: a signal that the victim sends itself, or `raise`.
+        where: what the victim is about to do when it fails, a key of `PLACES`.
+        awaited: what its neighbour says that it waited for.
+    """
+
+    how: str
+    where: str
+    awaited: str
+    victim: int
+    stages: int
+    replicas: int = 1
+    schedule: str = "gpipe"
+    fields: dict = field(default_factory=dict)
+
+    def __str__(self):
+        return f"{self.how}-{self.where}-{self.stages}x{self.replicas}-{self.schedule}"
+
+    @property
+    def survivors(self) -> list[int]:
+        return [rank for rank in range(self.stages * self.replicas) if rank != self.victim]
+
+
+# Where a rank can fail: the object and method that it is about to enter.
+PLACES = {
+    "train": lambda trainer: (trainer.engine, "train_batch"),
+    "counts": lambda trainer: (trainer.engine, "sum_over_replicas"),
+    "tied": lambda trainer: (trainer.engine, "_sum_tied_gradients"),
+    "norm": lambda trainer: (trainer.engine, "gradient_norm"),
+    "logs": lambda trainer: (trainer, "_maybe_log_save_evaluate"),
+    "figures": lambda trainer: (trainer.engine, "take_logs"),
+    "evaluate": lambda trainer: (trainer.engine, "eval_batch"),
+    "save": lambda trainer: (mesh_checkpoint, "save_stage"),
+    "groups": lambda trainer: (engine, "MeshGroups"),
+}
+
+
+def train(rank: int, case: Case, folder: Path) -> None:
+    if rank == case.victim and case.where == "groups":
+        break_at(None, *PLACES["groups"](None), case.how, folder)
+    chunks = 2 if case.schedule == "interleaved" else 1
+    trainer = mesh_trainer(
+        tiny_model("llama_tied"),
+        4,
+        str(folder / "out"),
+        max_steps=6,
+        gradient_accumulation_steps=1,
+        pipeline_stages=case.stages,
+        pipeline_schedule=case.schedule,
+        pipeline_chunks_per_rank=chunks,
+        link_timeout_seconds=LINK_TIMEOUT_SECONDS,
+        eval_steps=2,
+        **case.fields,
+    )
+    if rank == case.victim and case.where != "groups":
+        break_at(trainer, *PLACES[case.where](trainer), case.how, folder)
+    trainer.train()
+
+
+def break_at(trainer, owner, name: str, how: str, folder: Path) -> None:
+    """Makes this rank fail when it enters a method in the step or, before there is a trainer, at once."""
+    entered = getattr(owner, name)
+
+    def fail(*args, **kwargs):
+        if trainer is None or trainer.state.global_step >= BREAK_AT_STEP:
+            (folder / "broken").write_text(str(time.time()))
+            if how == "raise":
+                raise ValueError("a fault of this rank alone")
+            os.kill(os.getpid(), signal.Signals[how])
+        return entered(*args, **kwargs)
+
+    setattr(owner, name, fail)
+
+
+@dataclass
+class Ended:
+    """How a rank ended: exit code, its traceback, seconds since the fault."""
+
+    code: int
+    error: str
+    seconds: float
+
+
+def run_to_the_end(cases: list[Case], folder: Path) -> list[dict[int, Ended]]:
+    """Runs all cases at once and returns how the survivors of each ended; fails if one did not."""
+    folders = [folder / str(index) for index in range(len(cases))]
+    runs = [
+        start_ranks(train, case.stages * case.replicas, where, case, where).processes
+        for case, where in zip(cases, folders)
+    ]
+    ends: list[dict[int, float]] = [{} for _ in cases]
+    deadline = time.time() + HARD_DEADLINE_SECONDS
+    try:
+        while time.time() < deadline and any(len(end) < len(case.survivors) for end, case in zip(ends, cases)):
+            for case, processes, end in zip(cases, runs, ends):
+                for rank in case.survivors:
+                    if rank not in end and not processes[rank].is_alive():
+                        end[rank] = time.time()
+            time.sleep(0.02)
+    finally:
+        for process in (process for processes in runs for process in processes):
+            process.kill()
+            process.join()
+    results = []
+    for case, where, processes, end in zip(cases, folders, runs, ends):
+        errors = {
+            rank: "".join(path.read_text() for path in where.glob(f"error-{rank}.txt")) for rank in case.survivors
+        }
+        assert (where / "broken").exists(), f"{case}: the fault did not happen\n" + "\n".join(errors.values())
+        broken = float((where / "broken").read_text())
+        assert sorted(end) == case.survivors, f"{case}: only ranks {sorted(end)} ended"
+        results.append({r: Ended(processes[r].exitcode, errors[r], end[r] - broken) for r in case.survivors})
+    return results
+
+
+NAMED = (
+    r"LinkError: rank {rank} \(stage {stage} of replica {replica}\) waited for .+ rank \d \(stage \d of replica \d\)"
+)
+
+
+def check(case: Case, ended: dict[int, Ended], within_seconds: float) -> None:
+    for rank, end in ended.items():
+        assert end.code == 1, f"{case}: rank {rank} ended with {end.code}\n{end.error}"
+        named = NAMED.format(rank=rank, stage=rank % case.stages, replica=rank // case.stages)
+        when = "at start-up" if case.where == "groups" else f"at step {BREAK_AT_STEP}"
+        assert re.search(rf"{named}.* {when}\b", end.error), f"{case}: rank {rank}\n{end.error}"
+        assert end.seconds < within_seconds, f"{case}: rank {rank} took {end.seconds:.1f} s"
+    whole = "\n".join(end.error for end in ended.values())
+    assert re.search(case.awaited, whole), f"{case}: {case.awaited} not in\n{whole}"
+
+
+KILLED = [
+    Case("SIGKILL", "train", "the gradient of microbatch 0 from rank 1", victim=1, stages=2),
+    Case("SIGKILL", "train", "the activation of microbatch 0 from rank 0", victim=0, stages=2, schedule="1f1b"),
+    Case("SIGKILL", "train", "the activation of microbatch 0 from rank 0", victim=0, stages=2, schedule="interleaved"),
+    Case("SIGKILL", "train", "the other replicas' gradients from rank 1", victim=1, stages=2, replicas=2),
+    Case("SIGKILL", "train", "the gradient of microbatch 0 from rank 3", 3, stages=2, replicas=2, schedule="1f1b"),
+    Case("SIGKILL", "train", "from rank 2", victim=2, stages=2, replicas=2, schedule="interleaved"),
+    Case("SIGKILL", "train", "the other replicas' gradients from rank 0", victim=0, stages=1, replicas=2),
+    Case("SIGKILL", "counts", "the other replicas' sums from rank 0", victim=0, stages=1, replicas=2),
+    Case("SIGKILL", "tied", "the tied embedding from rank 1", victim=1, stages=2),
+    Case("SIGKILL", "norm", "gradient norms from rank 0", victim=0, stages=2),
+    Case("SIGKILL", "logs", "Trainer's exchange with rank 1", victim=1, stages=2),
+    Case("SIGKILL", "figures", "the last steps' figures from rank 0", victim=0, stages=2),
+    Case("SIGKILL", "evaluate", "an exchange with rank 0", victim=0, stages=2),
+    Case("SIGKILL", "groups", "the process groups shared with rank 0", victim=0, stages=2),
+    Case("raise", "train", "the gradient of microbatch 0 from rank 1", victim=1, stages=2, replicas=2),
+    Case("raise", "norm", "gradient norms from rank 0", victim=0, stages=2, schedule="1f1b"),
+]
+
+
+@pytest.mark.parametrize("case", KILLED, ids=str)
+def test_a_rank_that_dies_or_raises_ends_the_others_at_once(case, tmp_path):
+    (ended,) = run_to_the_end([case], tmp_path)
+    check(case, ended, within_seconds=MARGIN_SECONDS)
+
+
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.mark.parametrize("where", ["save", "train"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_after_a_kill_the_last_checkpoint_is_whole(where, victim, tmp_path):
+    awaited = "saving together with" if where == "save" else "microbatch 0 from"
+    case = Case("SIGKILL", where, awaited, victim=victim, stages=2, fields=SAVED)
+    (ended,) = run_to_the_end([case], tmp_path)
+    check(case, ended, within_seconds=MARGIN_SECONDS)
+    # Killed in the save of step 2, or in the step after it.
+    last = BREAK_AT_STEP - 1 if where == "save" else BREAK_AT_STEP
+    assert last_whole_checkpoint(tmp_path / "0" / "out").name == f"checkpoint-{last}"
+
+
+STOPPED = [
+    Case("SIGSTOP", "train", "the other replicas' gradients from rank 1", victim=1, stages=2, replicas=2),
+    Case("SIGSTOP", "train", "the activation of microbatch 0 from rank 0", 0, stages=2, schedule="interleaved"),
+    Case("SIGSTOP", "counts", "the other replicas' sums from rank 0", victim=0, stages=1, replicas=2),
+    Case("SIGSTOP", "norm", "gradient norms from rank 1", victim=1, stages=2, schedule="1f1b"),
+    Case("SIGSTOP", "logs", "Trainer's exchange with rank 0", victim=0, stages=2),
+    Case("SIGSTOP", "groups", "the store of rank 0 .* did not answer", victim=0, stages=2),
+    Case("SIGSTOP", "evaluate", "an exchange with rank 1", victim=1, stages=2),
+    Case("SIGSTOP", "save", "saving together with rank 1", victim=1, stages=2, fields=SAVED),
+]
+
+
+def test_a_rank_that_hangs_ends_the_others_after_the_deadline(tmp_path):
+    """Its connections stay open: only the deadline tells."""
+    for case, ended in zip(STOPPED, run_to_the_end(STOPPED, tmp_path)):
+        check(case, ended, within_seconds=LINK_TIMEOUT_SECONDS + MARGIN_SECONDS)
+        assert min(end.seconds for end in ended.values()) > LINK_TIMEOUT_SECONDS - 1.0, case
+
+
+def come(rank: int, absent: int, folder: Path) -> None:
+    from hf_meshadapt import MeshAdaptArguments
+
+    if rank == absent:
+        return
+    started = time.monotonic()
+    try:
+        MeshAdaptArguments(
+            output_dir=str(folder), pipeline_stages=2, use_cpu=True, link_timeout_seconds=LINK_TIMEOUT_SECONDS
+        )
+    finally:
+        (folder / f"seconds-{rank}").write_text(str(time.monotonic() - started))
+
+
+def test_a_rank_that_never_comes_is_missed_in_time(tmp_path):
+    absences = [(2, 0), (2, 1), (4, 0), (4, 3)]
+    folders = [tmp_path / f"{world}-{absent}" for world, absent in absences]
+    runs = [start_ranks(come, world, where, absent, where) for (world, absent), where in zip(absences, folders)]
+    for (world, absent), where, run in zip(absences, folders, runs):
+        for rank in (rank for rank in range(world) if rank != absent):
+            process = run.processes[rank]
+            process.join(HARD_DEADLINE_SECONDS)
+            hung = process.is_alive()
+            process.kill()
+            assert not hung and process.exitcode == 1
+            error = (where / f"error-{rank}.txt").read_text()
+            assert re.search(
+                rf"LinkError: rank {rank} waited at start-up for all {world} ranks to meet at 127\.0\.0\.1:\d+.*"
+                rf"\(deadline 6 s\).*all {world} processes.*MASTER_ADDR.*ddp_timeout",
+                error,
+            ), error
+            if rank == 0:
+                assert f"{world - 1}/{world} clients joined" in error
+            seconds = float((where / f"seconds-{rank}").read_text())
+            assert LINK_TIMEOUT_SECONDS - 1.0 < seconds < LINK_TIMEOUT_SECONDS + MARGIN_SECONDS
+
+
+# The interpreter starts many seconds after the forked rank.
+PATIENT = {"ddp_timeout": 60}
+# With the rank that is a real interpreter; the other is forked.
+REAL = [
+    (Case("SIGSTOP", "train", "the other replicas' gradients from rank 1", 1, 1, replicas=2, fields=PATIENT), 0),
+    (Case("SIGSTOP", "train", "the gradient of microbatch 0 from rank 1", victim=1, stages=2, fields=PATIENT), 0),
+    (Case("raise", "train", "", victim=1, stages=1, replicas=2, fields=PATIENT), 1),
+]
+PROGRAM = """
+import sys, pathlib
+from tests.distributed import test_failures
+rank, index, folder = sys.argv[1:]
+test_failures.train(int(rank), test_failures.REAL[int(index)][0], pathlib.Path(folder))
+"""
+
+
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)],
+    ids=[str(case) for case, _ in REAL],
+)
+def test_a_real_interpreter_exits_after_a_failure(index, tmp_path):
+    """Forked ranks skip the interpreter's own end, where gloo's threads are joined and its groups destroyed."""
+    (case, rank), port = REAL[index], free_port()
+    with (tmp_path / "error").open("w") as error:
+        interpreter = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(index), str(tmp_path)],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **rank_environment(rank, 2, port)},
+            stdout=subprocess.DEVNULL,
+            stderr=error,
+        )
+    forked = fork_rank(1 - rank, train, 2, port, tmp_path, case, tmp_path)
+    try:
+        code = interpreter.wait(HARD_DEADLINE_SECONDS)
+        ended = Ended(code, (tmp_path / "error").read_text(), time.time() - float((tmp_path / "broken").read_text()))
+        if case.how == "raise":
+            assert code == 1 and "ValueError: a fault of this rank alone" in ended.error
+            assert ended.seconds < MARGIN_SECONDS
+        else:
+            check(case, {rank: ended}, within_seconds=LINK_TIMEOUT_SECONDS + MARGIN_SECONDS)
+    finally:
+        for process in (interpreter, forked):
+            process.kill()

@@ -1,0 +1,139 @@
+"""What MeshAdaptTrainer refuses, all in one process: each error says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, LlamaModel, T5Config, T5ForConditionalGeneration, TrainingArguments
+
+from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
+from tests.equality import Rows, collate_fixed, tiny_model
+
+
+@pytest.fixture
+def build(tmp_path):
+    """A trainer of two emulated stages on a tiny Llama of 4 layers, with some things changed."""
+
+    def trainer(model=None, args: dict | None = None, **others) -> MeshAdaptTrainer:
+        given = {"pipeline_stages": 2, "max_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+        arguments = MeshAdaptArguments(output_dir=str(tmp_path), **{**given, **(args or {})})
+        data = {"train_dataset": Rows(8), "data_collator": collate_fixed}
+        return MeshAdaptTrainer(model=model or tiny_model("llama"), args=arguments, **{**data, **others})
+
+    return trainer
+
+
+def test_more_stages_than_layers(build):
+    with pytest.raises(ValueError, match="pipeline_stages x pipeline_chunks_per_rank = 5.*4 layers.*at most 4"):
+        build(args={"pipeline_stages": 5})
+
+
+def test_a_split_that_does_not_add_up(build):
+    with pytest.raises(ValueError, match="pipeline_split=2,3: names 5 layers, the model has 4.*add up to 4"):
+        build(args={"pipeline_split": "2,3"})
+
+
+@pytest.mark.parametrize("name", ["compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"])
+def test_functions_of_logits(build, name):
+    with pytest.raises(NotImplementedError, match=f"{name}: logits stay on the last stage.*Leave it out"):
+        build(**{name: lambda *_: None})
+
+
+def test_functions_of_logits_given_by_position(tmp_path):
+    args = MeshAdaptArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    # model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_loss_func
+    with pytest.raises(NotImplementedError, match="compute_loss_func"):
+        MeshAdaptTrainer(tiny_model("llama"), args, collate_fixed, Rows(4), None, None, None, lambda *_: None)
+
+
+def test_plain_training_arguments(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    for wrong in (args, None):
+        with pytest.raises(ValueError, match=f"MeshAdaptArguments, not {type(wrong).__name__}"):
+            MeshAdaptTrainer(model=tiny_model("llama"), args=wrong)
+
+
+def test_no_model(tmp_path):
+    args = MeshAdaptArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="model=None: give a model, or the name of one"):
+        MeshAdaptTrainer(args=args)
+
+
+def test_a_dtype_for_a_model_that_has_one(build):
+    with pytest.raises(ValueError, match="model_dtype='bfloat16'.*Give the model's name"):
+        build(args={"model_dtype": "bfloat16"})
+
+
+def t5():
+    config = T5Config(vocab_size=97, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+def bert():
+    return BertModel(
+        BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    )
+
+
+def base_llama():
+    return LlamaModel(tiny_model("llama").config)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    "make,reason",
+    [
+        (t5, "T5ForConditionalGeneration cannot be cut.*one list of 2 decoder layers.*decoder.block, encoder.block"),
+        (bert, "BertModel has no output head.*AutoModelForCausalLM"),
+        (base_llama, "LlamaModel has no output head.*AutoModelForCausalLM"),
+        (lambda: torch.nn.Linear(2, 2), "Linear is not a Hugging Face model"),
+    ],
+)
+def test_models_that_cannot_be_cut(build, make, reason, stages):
+    with pytest.raises(NotImplementedError, match=reason):
+        build(model=make(), args={"pipeline_stages": stages})
+
+
+def test_batches_without_labels(build):
+    def collate(rows):
+        return {name: tensor for name, tensor in collate_fixed(rows).items() if name != "labels"}
+
+    trainer = build(data_collator=collate, eval_dataset=Rows(4))
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match="no labels.*input_ids, attention_mask.*DataCollatorForLanguageModeling"):
+            run()
+
+
+class Empty(Rows):
+    def __init__(self):
+        super().__init__(0)
+
+
+def test_empty_training_set(build):
+    with pytest.raises(ValueError, match="train_dataset.*empty.*at least one row"):
+        build(train_dataset=Empty()).train()
+
+
+def test_no_training_set(build):
+    with pytest.raises(ValueError, match="requires a train_dataset"):
+        build(train_dataset=None).train()
+
+
+def test_empty_evaluation_set(build):
+    with pytest.raises(ValueError, match="evaluation dataset is empty.*at least one row"):
+        build(eval_dataset=Empty()).evaluate()
+
+
+def test_prediction(build):
+    with pytest.raises(NotImplementedError, match="predict.*AutoModelForCausalLM"):
+        build().predict(Rows(4))
+
+
+def test_resuming_without_a_checkpoint(build):
+    with pytest.raises(ValueError, match="resume_from_checkpoint=True: no whole checkpoint in"):
+        build().train(resume_from_checkpoint=True)
+
+
+def test_a_report_before_training(build):
+    with pytest.raises(ValueError, match="before any training step"):
+        build().mesh_report()
