@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch
 from transformers import TrainingArguments
 
 from .argument_checks import PRESETS, ArgumentChecks
@@ -141,6 +142,10 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
         self._check_boundary(given, default_dtype)
         self._check_mesh()
         self._check_trainer_options()
+        if not self.emulated and not torch.accelerator.is_available():
+            # accelerate's launcher keeps a YAML's use_cpu to itself, and without it each rank takes itself for the
+            # only one.
+            self.use_cpu = True
         if self.wire_backend == "gloo" and self.ddp_backend is None and not self.emulated:
             # NCCL refuses two ranks on one GPU, and the start-up collectives must not need it either.
             self.ddp_backend = "gloo"

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 from .config import BoundaryConfig, MeshConfig
+from .figures import Figures, StepMeter, gather
 from .gradients import clip_coefficient, scale_gradients, squared_norm, sum_tied
 from .mesh import MeshGroups, MeshTopology
-from .metering import SocketMeter, StepMeter, exchange_json, summarise
+from .metering import SocketMeter, exchange_json
 from .pipeline.assembly import ModelParts, build_stages, cut_model, load_model
 from .pipeline.microbatch import Batch, microbatch_keys
 from .pipeline.runner import PipelineRunner, Runner, SequentialRunner
 from .planner import BytePlan, ModelShape, byte_plan
-from .waiting import Waiter, within
+from .waiting import Waiter, leave_world_at_exit, within
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,12 @@ class MeshEngine:
             with self.naming("the process groups shared with"):
                 self.groups = within(mesh.timeout_seconds, self._make_groups)
                 self.sockets.resolve_peers(self.groups.save)
+            leave_world_at_exit()
         self.parts: ModelParts | None = None
         self.runner: Runner | None = None
         self.calibrated = False
+        self.run_figures = Figures()
+        self._kept_bytes: dict[str, int] = {}
         self._cut: tuple | None = None
 
     def _make_groups(self) -> MeshGroups:
@@ -271,8 +275,29 @@ class MeshEngine:
                     dist.all_reduce(tensor, group=self.groups.save)
             return tensor.tolist()
 
-        sent = self.sockets.take_axis_bytes() if self.sockets.available and self.groups else None
-        return summarise(self.step_meter.take(), sent, reduce, stages=1 if self.mesh.emulated else self.mesh.stages)
+        sent = None
+        if self.sockets.available and self.groups is not None:
+            now = self.sockets.take_axis_bytes()
+            sent = {axis: count + self._kept_bytes.get(axis, 0) for axis, count in now.items()}
+        self._kept_bytes = {}
+        stages = 1 if self.mesh.emulated else self.mesh.stages
+        figures = gather(self.step_meter.take(), sent, reduce, stages=stages)
+        self.run_figures += figures
+        return figures.logs()
+
+    def start_run(self) -> None:
+        """Forgets what was sent and timed so far: figures of a run begin with its first step."""
+        self.sockets.take_axis_bytes()
+        self.step_meter.take()
+        self._kept_bytes, self.run_figures = {}, Figures()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keeps what is sent within the context (evaluation) out of the figures of training."""
+        for axis, count in self.sockets.take_axis_bytes().items():
+            self._kept_bytes[axis] = self._kept_bytes.get(axis, 0) + count
+        yield
+        self.sockets.take_axis_bytes()
 
     def plan(self, rows: int, length: int, accumulation: int) -> BytePlan:
         """What one optimizer step sends, from shapes alone. Collective over the pipeline the first time."""

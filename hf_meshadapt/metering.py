@@ -1,4 +1,4 @@
-"""What a run really sends and where its time goes: socket bytes per axis and peer, waiting seconds, tokens.
+"""What a run really sends: socket bytes per axis and peer.
 
 Nothing here is derived from shapes: `SocketMeter` asks the kernel, so that `planner.byte_plan` has something
 independent to be checked against. All state sits in the objects, which the trainer makes and passes on.
@@ -12,8 +12,7 @@ import socket
 import stat
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -114,7 +113,7 @@ class SocketMeter:
         return sum(entry.retransmitted_bytes for entry in self._scan().values())
 
     def take_axis_bytes(self) -> dict[str, int]:
-        """Bytes sent to other ranks per axis since the last call, for `summarise`.
+        """Bytes sent to other ranks per axis since the last call, for `figures.gather`.
 
         Leaves out connections of axis `other` with no known peer rank: uploads are not the mesh's traffic.
         """
@@ -194,105 +193,3 @@ def exchange_json(value, group: dist.ProcessGroup | None) -> list:
     everyone = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(everyone, padded, group=group)
     return [json.loads(bytes(data[: int(length)].tolist())) for data, length in zip(everyone, lengths)]
-
-
-@dataclass
-class StepTotals:
-    """What one rank did in the training steps of one log interval.
-
-    Attributes:
-        num_steps: optimizer steps.
-        tokens: tokens of this rank's replica.
-        step_seconds: wall time within steps; evaluation and checkpoints between steps are not in it.
-        wait_seconds: part of `step_seconds` spent waiting for other ranks.
-    """
-
-    num_steps: int = 0
-    tokens: int = 0
-    step_seconds: float = 0.0
-    wait_seconds: float = 0.0
-
-    def summary(self) -> dict[str, float]:
-        """This rank's view: tokens per second of its replica, and mean seconds per step."""
-        steps = max(1, self.num_steps)
-        return {
-            "tokens_per_second": self.tokens / self.step_seconds if self.step_seconds else 0.0,
-            "step_seconds": self.step_seconds / steps,
-            "compute_seconds": (self.step_seconds - self.wait_seconds) / steps,
-            "wait_seconds": self.wait_seconds / steps,
-        }
-
-
-class StepMeter:
-    """Adds up step time, waiting time and tokens of one rank until they are taken for a log.
-
-    Args:
-        clock: seconds that only grow; a test passes its own.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-        self._step_started = clock()
-        self._totals = StepTotals()
-
-    def start_step(self) -> None:
-        """Begins an optimizer step; the first of its accumulation steps begins here too."""
-        self._step_started = self._clock()
-
-    def end_step(self) -> None:
-        self._totals.step_seconds += self._clock() - self._step_started
-        self._totals.num_steps += 1
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Times one wait for other ranks, within a step. Waits do not nest."""
-        started = self._clock()
-        yield
-        self.add_wait(self._clock() - started)
-
-    def add_wait(self, seconds: float) -> None:
-        self._totals.wait_seconds += seconds
-
-    def add_tokens(self, tokens: int) -> None:
-        """Adds tokens of this rank's replica; every stage of a replica adds the same."""
-        self._totals.tokens += tokens
-
-    def take(self) -> StepTotals:
-        """The totals since the last call."""
-        totals, self._totals = self._totals, StepTotals()
-        return totals
-
-
-def summarise(
-    totals: StepTotals,
-    sent_bytes: dict[str, int] | None,
-    reduce: Callable[[list[float]], list[float]],
-    *,
-    stages: int,
-) -> dict[str, float]:
-    """One dict for the logs, equal on all ranks, out of every rank's numbers of one log interval.
-
-    Args:
-        totals: of this rank, from `StepMeter.take`.
-        sent_bytes: of this rank, from `SocketMeter.take_axis_bytes`; None where its meter is not available.
-        reduce: sums a list of floats element by element over all ranks, in double precision.
-        stages: ranks per pipeline, which all count the same tokens.
-
-    Returns:
-        `tokens_per_second` of all replicas, `wait_share` of the step time; and, where every rank has a meter and
-        tokens were seen, `bytes_per_token` and `bytes_per_token_<axis>` for each axis that sent any: bytes of all
-        ranks per token of all replicas.
-    """
-    counts = [float((sent_bytes or {}).get(axis, 0)) for axis in METER_AXES]
-    mine = [1.0, float(sent_bytes is not None), totals.tokens, totals.step_seconds, totals.wait_seconds, *counts]
-    num_ranks, num_meters, tokens, step_seconds, wait_seconds, *counts = reduce(mine)
-    tokens /= stages
-    seconds = step_seconds / num_ranks
-    logs = {
-        "tokens_per_second": tokens / seconds if seconds else 0.0,
-        "wait_share": wait_seconds / step_seconds if step_seconds else 0.0,
-    }
-    if num_meters == num_ranks and tokens:
-        logs["bytes_per_token"] = sum(counts) / tokens
-        logs.update({f"bytes_per_token_{axis}": count / tokens for axis, count in zip(METER_AXES, counts) if count})
-    return logs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.trainer_callback import ProgressCallback
 
-# Log key, and how the bar writes it; `metering.summarise` makes all but the loss.
+# Log key, and how the bar writes it; `figures.Figures.logs` makes all but the loss.
 _POSTFIX = {
     "loss": "loss {:.4g}",
     "tokens_per_second": "{:,.0f} tok/s",

@@ -59,7 +59,6 @@ class MeshAdaptMixin:
         self.engine.build(args.device, self.accelerator.autocast)
         self._accumulation = 0
         self._batch_length = 0
-        self._last_report: dict[str, float] = {}
         if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(MeshProgressCallback)
@@ -164,6 +163,7 @@ class MeshAdaptMixin:
         self._accumulation = 0
         if self.engine.needs_calibration:
             self._calibrate(train_dataloader)
+        self.engine.start_run()
         return prepared
 
     def _calibrate(self, dataloader) -> None:
@@ -219,6 +219,10 @@ class MeshAdaptMixin:
         """Mean loss, unmasked, weighted as a single-process Trainer with all replicas' rows in one batch weighs it."""
         if description == "Prediction":
             raise NotImplementedError("predict() on a mesh: load the saved model with AutoModelForCausalLM instead")
+        with self.engine.apart():
+            return self._evaluation_loop(dataloader, metric_key_prefix)
+
+    def _evaluation_loop(self, dataloader, metric_key_prefix: str) -> EvalLoopOutput:
         rows = self._rows(training=False)
         rounds: list[torch.Tensor] = []
         self.callback_handler.eval_dataloader = dataloader
@@ -246,13 +250,13 @@ class MeshAdaptMixin:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            self._last_report = self.engine.take_logs()
-            logs.update(self._last_report)
+            logs.update(self.engine.take_logs())
         super().log(logs, start_time)
 
     def mesh_report(self) -> dict:
-        """Speed and bytes of the last log interval beside the plan: `tokens_per_second`, and by axis and in `total`
-        `bytes_per_token` (as the sockets sent), `planned_bytes_per_token` and `bytes_ratio_to_dense` (as planned).
+        """Speed and bytes of the run so far (whole log intervals) beside the plan: `tokens_per_second`, and by axis and
+        in `total` `bytes_per_token` (as the sockets sent), `planned_bytes_per_token` and `bytes_ratio_to_dense` (as
+        planned).
 
         Planned figures count padding as tokens; they are of the last batch's shape. Collective: call it on all ranks.
         """
@@ -260,7 +264,7 @@ class MeshAdaptMixin:
             raise ValueError("mesh_report() before any training step: there is nothing to report yet")
         rows, accumulation = self._rows(training=True), self.args.gradient_accumulation_steps
         plan = self.engine.plan(rows, self._batch_length, accumulation)
-        return mesh_report(self._last_report, plan)
+        return mesh_report(self.engine.run_figures.logs(), plan)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -323,7 +327,7 @@ class MeshAdaptMixin:
 
 
 def mesh_report(logged: dict[str, float], plan) -> dict:
-    """Joins what was measured (`MeshEngine.take_logs`) with a byte plan; see `MeshAdaptMixin.mesh_report`."""
+    """Joins what was measured (`Figures.logs`) with a byte plan; see `MeshAdaptMixin.mesh_report`."""
     axes = [axis for axis in ("pipeline", "tied", "data_parallel", "anchor", "control") if plan.axis_bytes(axis)]
     measured = {axis: logged[f"bytes_per_token_{axis}"] for axis in axes if f"bytes_per_token_{axis}" in logged}
     if "bytes_per_token" in logged:

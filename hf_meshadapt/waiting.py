@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import socket
@@ -139,6 +140,16 @@ def join_world(backend: str, timeout_seconds: float) -> None:
             "were started with this MASTER_ADDR and MASTER_PORT and that the port is reachable; allow more time with "
             "ddp_timeout"
         ) from error
+
+
+def leave_world_at_exit() -> None:
+    """Takes all groups down before the interpreter goes: gloo's threads would otherwise outlive it and abort it."""
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    atexit.register(leave)
 
 
 def _await_listener(host: str, port: str, timeout_seconds: float) -> None:

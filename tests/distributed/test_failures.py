@@ -60,6 +60,7 @@ class Case:
 # Where a rank can fail: the object and method that it is about to enter.
 PLACES = {
     "train": lambda trainer: (trainer.engine, "train_batch"),
+    "forward": lambda trainer: (trainer.engine.parts.model, "forward"),
     "counts": lambda trainer: (trainer.engine, "sum_over_replicas"),
     "tied": lambda trainer: (trainer.engine, "_sum_tied_gradients"),
     "norm": lambda trainer: (trainer.engine, "gradient_norm"),
@@ -101,7 +102,7 @@ def break_at(trainer, owner, name: str, how: str, folder: Path) -> None:
         if trainer is None or trainer.state.global_step >= BREAK_AT_STEP:
             (folder / "broken").write_text(str(time.time()))
             if how == "raise":
-                raise ValueError("a fault of this rank alone")
+                raise RuntimeError("a fault of this rank alone")
             os.kill(os.getpid(), signal.Signals[how])
         return entered(*args, **kwargs)
 
@@ -180,7 +181,8 @@ KILLED = [
     Case("SIGKILL", "figures", "the last steps' figures from rank 0", victim=0, stages=2),
     Case("SIGKILL", "evaluate", "an exchange with rank 0", victim=0, stages=2),
     Case("SIGKILL", "groups", "the process groups shared with rank 0", victim=0, stages=2),
-    Case("raise", "train", "the gradient of microbatch 0 from rank 1", victim=1, stages=2, replicas=2),
+    Case("raise", "forward", "the gradient of microbatch 0 from rank 1", victim=1, stages=2, replicas=2),
+    Case("raise", "forward", "from rank 0", victim=0, stages=2, schedule="interleaved"),
     Case("raise", "norm", "gradient norms from rank 0", victim=0, stages=2, schedule="1f1b"),
 ]
 
@@ -189,6 +191,9 @@ KILLED = [
 def test_a_rank_that_dies_or_raises_ends_the_others_at_once(case, tmp_path):
     (ended,) = run_to_the_end([case], tmp_path)
     check(case, ended, within_seconds=MARGIN_SECONDS)
+    if case.how == "raise":  # its own error is not taken for a lost link
+        own = (tmp_path / "0" / f"error-{case.victim}.txt").read_text()
+        assert "RuntimeError: a fault of this rank alone" in own and "LinkError" not in own
 
 
 SAVED = {"save_strategy": "steps", "save_steps": 1}
@@ -299,7 +304,7 @@ def test_a_real_interpreter_exits_after_a_failure(index, tmp_path):
         code = interpreter.wait(HARD_DEADLINE_SECONDS)
         ended = Ended(code, (tmp_path / "error").read_text(), time.time() - float((tmp_path / "broken").read_text()))
         if case.how == "raise":
-            assert code == 1 and "ValueError: a fault of this rank alone" in ended.error
+            assert code == 1 and "RuntimeError: a fault of this rank alone" in ended.error
             assert ended.seconds < MARGIN_SECONDS
         else:
             check(case, {rank: ended}, within_seconds=LINK_TIMEOUT_SECONDS + MARGIN_SECONDS)

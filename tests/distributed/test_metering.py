@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from hf_meshadapt.config import BoundaryConfig, MeshConfig
+from hf_meshadapt.figures import StepMeter, gather
 from hf_meshadapt.mesh import MeshGroups, MeshTopology
-from hf_meshadapt.metering import UNKNOWN_PEER, SocketMeter, StepMeter, summarise
+from hf_meshadapt.metering import UNKNOWN_PEER, SocketMeter
 from hf_meshadapt.planner import (
     GLOO_MESSAGE_BYTES,
     LinkBytes,
@@ -191,7 +192,7 @@ def mesh_groups(rank: int) -> dict:
         dist.all_reduce(total, group=groups.save)
         return total.tolist()
 
-    return {"peers": peers, "logs": summarise(steps.take(), meter.take_axis_bytes(), reduce, stages=2)}
+    return {"peers": peers, "logs": gather(steps.take(), meter.take_axis_bytes(), reduce, stages=2).logs()}
 
 
 def test_mesh_groups_tell_the_meter_their_axes_and_logs_add_up_over_ranks(tmp_path):

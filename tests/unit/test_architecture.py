@@ -23,7 +23,7 @@ HEAVY = ("torch.distributed", "accelerate", "transformers")
 # A module may import its own layer and those before it.
 LAYERS = [
     {"config", "mesh", "planner", "boundary", "gradients", "sampling", "waiting"},
-    {"metering", "checkpoint_folder", "checkpoint_state", "checkpoint", "shard_transfer", "pipeline"},
+    {"metering", "figures", "checkpoint_folder", "checkpoint_state", "checkpoint", "shard_transfer", "pipeline"},
     {"engine"},
     {"mesh_checkpoint", "argument_checks", "arguments", "progress"},
     {"trainer"},

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from hf_meshadapt import metering
-from hf_meshadapt.metering import UNKNOWN_PEER, SocketMeter, StepMeter, StepTotals, summarise
+from hf_meshadapt.figures import StepMeter, StepTotals, gather
+from hf_meshadapt.metering import UNKNOWN_PEER, SocketMeter
 from hf_meshadapt.progress import MeshProgressCallback
 
 
@@ -147,11 +148,11 @@ def sum_of(*others):
     return lambda mine: [value * (1 + sum(others)) for value in mine]
 
 
-def test_summarise_divides_all_ranks_bytes_by_all_replicas_tokens():
+def test_gathering_divides_all_ranks_bytes_by_all_replicas_tokens():
     totals = StepTotals(num_steps=4, tokens=1000, step_seconds=10.0, wait_seconds=2.5)
     sent = {"pipeline": 400_000, "control": 1000, "other": 500}
     # Four equal ranks, two stages: two replicas of 1000 tokens each.
-    logs = summarise(totals, sent, sum_of(1, 1, 1), stages=2)
+    logs = gather(totals, sent, sum_of(1, 1, 1), stages=2).logs()
     assert logs == {
         "tokens_per_second": 200.0,
         "wait_share": 0.25,
@@ -162,15 +163,18 @@ def test_summarise_divides_all_ranks_bytes_by_all_replicas_tokens():
     }
 
 
-def test_summarise_without_steps_or_without_a_meter_somewhere():
-    assert summarise(StepTotals(), {"pipeline": 5}, list, stages=1) == {"tokens_per_second": 0.0, "wait_share": 0.0}
+def test_gathering_without_steps_or_without_a_meter_somewhere():
+    assert gather(StepTotals(), {"pipeline": 5}, list, stages=1).logs() == {
+        "tokens_per_second": 0.0,
+        "wait_share": 0.0,
+    }
     totals = StepTotals(1, 10, 1.0, 0.0)
-    assert "bytes_per_token" not in summarise(totals, None, list, stages=1)
+    assert "bytes_per_token" not in gather(totals, None, list, stages=1).logs()
 
     def one_of_two_without(mine):
         return [2.0, 1.0, *[2 * value for value in mine[2:]]]
 
-    assert "bytes_per_token" not in summarise(totals, {"pipeline": 5}, one_of_two_without, stages=1)
+    assert "bytes_per_token" not in gather(totals, {"pipeline": 5}, one_of_two_without, stages=1).logs()
 
 
 def test_metering_does_not_import_transformers():
