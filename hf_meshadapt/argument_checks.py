@@ -7,14 +7,9 @@ import os
 
 import torch
 
-from .config import PREDICTORS, SCHEDULES, WIRE_DTYPE_BYTES
+from .config import SCHEDULES, WIRE_DTYPE_BYTES
 from .pipeline.microbatch import largest_divisor
-
-# What a preset gives to the fields that the user left unset.
-PRESETS: dict[str, dict] = {
-    "dense": {"mask_ratio": 0.0, "exact_first_token": False, "boundary_predictor": "none"},
-    "paper": {"mask_ratio": 0.95, "exact_first_token": False, "boundary_predictor": "none", "wire_dtype": "bfloat16"},
-}
+from .presets import BOUNDARY_FIELDS, PRESETS, resolve_boundary, user_error
 
 # Trainer's options that a mesh would ignore or get wrong, and what to do instead.
 UNSUPPORTED = {
@@ -28,10 +23,6 @@ UNSUPPORTED = {
 }
 
 
-def user_error(field_name: str, value, constraint: str, remedy: str) -> ValueError:
-    return ValueError(f"{field_name}={value!r}: {constraint}. {remedy}")
-
-
 class ArgumentChecks:
     """Mixin of `MeshAdaptArguments`: checks its fields and fills in those that follow from others."""
 
@@ -41,7 +32,6 @@ class ArgumentChecks:
         choices = {
             "preset": PRESETS,
             "pipeline_schedule": SCHEDULES,
-            "boundary_predictor": (*PREDICTORS, None),
             "wire_dtype": (*WIRE_DTYPE_BYTES, None),
             "wire_backend": ("gloo", "nccl"),
             "model_dtype": ("auto", "float32", "bfloat16"),
@@ -52,29 +42,19 @@ class ArgumentChecks:
                 options = ", ".join(str(option) for option in allowed if option is not None)
                 raise user_error(name, value, "not a known choice", f"Use one of: {options}")
 
-    def _check_boundary(self, given: dict, default_dtype: str) -> None:
-        ratio = self.mask_ratio
-        if not 0.0 <= ratio < 1.0:
-            raise user_error(
-                "mask_ratio", ratio, "must lie in [0, 1)", "Use 0 for dense, 0.9 or 0.95 as the paper does"
-            )
-        if ratio > 0.0 and self.num_chunks == 1:
-            name = "preset" if given["mask_ratio"] is None else "mask_ratio"
-            raise user_error(
-                name, getattr(self, name), "has no effect with one stage: nothing crosses a boundary",
-                f"Set pipeline_stages to 2 or more, or leave {name} unset",
-            )  # fmt: skip
-        if self.num_chunks == 1 and self.wire_dtype != default_dtype:
+    def _resolve_boundary(self) -> None:
+        """Fills in the boundary's fields; what was given and what follows are kept apart, so that both can be checked."""
+        names = ("boundary_codec", *BOUNDARY_FIELDS)
+        resolved = resolve_boundary(self.preset, {name: getattr(self, name) for name in names}, self.num_chunks)
+        default_dtype = PRESETS[self.preset][1] or ("bfloat16" if self.bf16 else "float32")
+        if self.num_chunks == 1 and self.wire_dtype not in (None, default_dtype):
             raise user_error(
                 "wire_dtype", self.wire_dtype, "has no effect with one stage: nothing crosses a boundary",
                 "Set pipeline_stages to 2 or more, or leave it unset",
             )  # fmt: skip
-        if ratio == 0.0:
-            for name, off in (("exact_first_token", False), ("boundary_predictor", "none"), ("mask_seed", None)):
-                if given[name] not in (None, off):
-                    raise user_error(
-                        name, given[name], "has no effect without masking", "Set mask_ratio above 0, or leave it unset"
-                    )
+        self.wire_dtype = self.wire_dtype or default_dtype
+        for name in names:
+            setattr(self, name, resolved[name])
 
     def _check_mesh(self) -> None:
         batches = ("per_device_train_batch_size", "per_device_eval_batch_size")

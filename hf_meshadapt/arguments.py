@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
-from .argument_checks import PRESETS, ArgumentChecks
-from .config import PREDICTORS, SCHEDULES, WIRE_DTYPE_BYTES, BoundaryConfig, MeshConfig
+from .argument_checks import ArgumentChecks
+from .config import CODECS, PREDICTORS, SCHEDULES, WIRE_DTYPE_BYTES, BoundaryConfig, MeshConfig
+from .presets import PRESETS
 from .waiting import join_world
 
 
 @dataclass
 class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
     preset: str = field(
-        default="dense",
+        default="anchored",
         metadata={
-            "help": "Which recipe fills the mesh fields that are not set: `dense` sends every activation whole; `paper` "
-            "is random masking of 0.95 in bfloat16 with zero fill, as arXiv 2609.14339 describes its boundaries (the "
-            "paper's anchor circuit and spectral correction are not part of this preset yet).",
+            "help": "Which recipe fills the boundary fields that are not set: `anchored` codes activations and "
+            "gradients by what was learnt from a few uncoded passes (predictor and transform codec at 5% of the dense "
+            "bytes); `dense` sends every activation whole; `paper` is random masking of 0.95 in bfloat16 with zero "
+            "fill, as arXiv 2609.14339 describes its boundaries (the paper's anchor circuit and spectral correction "
+            "are not part of this preset yet).",
             "choices": list(PRESETS),
         },
     )
@@ -65,11 +68,46 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             "smallest slowest chunk, counting the output head by its true cost."
         },
     )
+    boundary_codec: str | None = field(
+        default=None,
+        metadata={
+            "help": "How activations and gradients are coded in training: `none`, `random_mask` (a random share of the "
+            "entries travels) or `transform` (decorrelated, quantised to the bits that the loss feels). Default: by "
+            "preset, or random_mask when mask_ratio is given. Evaluation is never coded.",
+            "choices": list(CODECS),
+        },
+    )
+    boundary_budget: float | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes of both directions over those of dense bfloat16, headers, gains and exact tokens included. "
+            "Default: 0.05. With random_mask it is 1 - mask_ratio."
+        },
+    )
+    forward_share: float | None = field(
+        default=None,
+        metadata={"help": "Share of the budget that activations get, gradients the rest. Default: 0.75."},
+    )
+    loss_weighted: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Spend the transform codec's bits where the loss feels them (default), not where the energy is.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
+    calibration_tokens: int = field(
+        default=16384,
+        metadata={
+            "help": "Tokens of the training set (over all replicas, padding included) that the start-up calibration of "
+            "the boundaries looks at, uncoded."
+        },
+    )
     mask_ratio: float | None = field(
         default=None,
         metadata={
-            "help": "Share of each token's hidden entries that never travels over a boundary, in [0, 1). 0 is dense; "
-            "the paper uses 0.9 and 0.95. Evaluation is never masked."
+            "help": "random_mask: share of each token's hidden entries that never travels over a boundary, in [0, 1). 0 is "
+            "dense; the paper uses 0.9 and 0.95. Evaluation is never masked."
         },
     )
     mask_seed: int | None = field(
@@ -88,16 +126,17 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
     boundary_predictor: str | None = field(
         default=None,
         metadata={
-            "help": "What stands in for entries that did not travel: `none` (zero) or `mean` (the channel's mean over "
-            "one unmasked pass at the start of training).",
+            "help": "What stands in for what did not travel: `none` (zero), `mean` (the channel's mean) or `token` (a "
+            "linear function of this and the previous token, checked on held-out tokens, else the mean); learnt from "
+            "the calibration. Default: token with the transform codec, else none.",
             "choices": list(PREDICTORS),
         },
     )
     wire_dtype: str | None = field(
         default=None,
         metadata={
-            "help": "Dtype of activations and gradients on the wire. Default: bfloat16 with preset=paper or bf16=True, "
-            "else float32.",
+            "help": "Dtype of activations and gradients on the wire. Default: bfloat16 with preset=anchored or paper or "
+            "with bf16=True, else float32.",
             "choices": list(WIRE_DTYPE_BYTES),
         },
     )
@@ -131,15 +170,7 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
 
     def __post_init__(self):
         self._check_choices()
-        preset = PRESETS[self.preset]
-        boundary_fields = ("mask_ratio", "exact_first_token", "boundary_predictor", "mask_seed", "wire_dtype")
-        given = {name: getattr(self, name) for name in boundary_fields}
-        default_dtype = preset.get("wire_dtype", "bfloat16" if self.bf16 else "float32")
-        self.wire_dtype = self.wire_dtype or default_dtype
-        for name in ("mask_ratio", "exact_first_token", "boundary_predictor"):
-            if getattr(self, name) is None:
-                setattr(self, name, preset[name])
-        self._check_boundary(given, default_dtype)
+        self._resolve_boundary()
         self._check_mesh()
         self._check_trainer_options()
         if not self.emulated and not torch.accelerator.is_available():
@@ -175,11 +206,15 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
 
     def boundary_config(self) -> BoundaryConfig:
         return BoundaryConfig(
+            codec=self.boundary_codec,
             mask_ratio=self.mask_ratio,
             mask_seed=self.seed if self.mask_seed is None else self.mask_seed,
             exact_first_token=self.exact_first_token,
             predictor=self.boundary_predictor,
             wire_dtype=self.wire_dtype,
+            budget=self.boundary_budget or 0.0,
+            forward_share=0.75 if self.forward_share is None else self.forward_share,
+            loss_weighted=self.loss_weighted is not False,
         )
 
     # In the emulated mesh one process reads what all replicas would read.

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 WIRE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-PREDICTORS = ("none", "mean")
+CODECS = ("none", "random_mask", "transform")
+PREDICTORS = ("none", "mean", "token")
 
 
 @dataclass(frozen=True)
@@ -56,38 +57,61 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class BoundaryConfig:
-    """What crosses a boundary between two model chunks.
+    """What crosses a boundary between two model chunks, in training; evaluation sends everything.
 
     Attributes:
-        mask_ratio: share of each token's hidden entries that never travels, in [0, 1); 0 is dense.
+        codec: one of `CODECS`.
+        mask_ratio: random_mask: share of each token's hidden entries that never travels, in [0, 1).
         mask_seed: seed of the masks' pseudo-random function.
         exact_first_token: the first token of every sequence travels whole.
-        predictor: what fills the entries that did not travel, one of `PREDICTORS`.
-        wire_dtype: dtype of the values on the wire, a key of `WIRE_DTYPE_BYTES`.
+        predictor: what stands where nothing travelled, one of `PREDICTORS`.
+        wire_dtype: dtype of uncoded values on the wire, a key of `WIRE_DTYPE_BYTES`.
+        budget: transform: bytes of both directions over those of dense bfloat16, everything included.
+        forward_share: transform: share of the budget that the forward direction gets.
+        loss_weighted: transform: spend bits where the loss feels them rather than where the energy is.
     """
 
+    codec: str = "none"
     mask_ratio: float = 0.0
     mask_seed: int = 0
     exact_first_token: bool = False
     predictor: str = "none"
     wire_dtype: str = "float32"
+    budget: float = 0.0
+    forward_share: float = 0.75
+    loss_weighted: bool = True
 
     @property
-    def masked(self) -> bool:
-        return self.mask_ratio > 0.0
+    def coded(self) -> bool:
+        return self.codec != "none"
+
+    @property
+    def straight_through(self) -> bool:
+        """Forward and backward are coded apart, each into bytes of its own."""
+        return self.codec == "transform"
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.coded and (self.straight_through or self.predictor != "none")
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one value on the wire."""
+        """Bytes of one uncoded value on the wire."""
         return WIRE_DTYPE_BYTES[self.wire_dtype]
 
     def num_kept(self, hidden_size: int) -> int:
-        """Entries of a token that travel: floor(keep x hidden + 0.5), at least one."""
+        """random_mask: entries of a token that travel: floor(keep x hidden + 0.5), at least one."""
         return max(1, math.floor((1.0 - self.mask_ratio) * hidden_size + 0.5))
 
-    def values_per_sequence(self, length: int, hidden_size: int, masked: bool = True) -> int:
-        """Values that one sequence of `length` tokens puts on the wire in one direction."""
-        if not (masked and self.masked):
-            return length * hidden_size
+    def values_per_sequence(self, length: int, hidden_size: int) -> int:
+        """random_mask: values that one sequence of `length` tokens puts on the wire in each direction."""
         kept = self.num_kept(hidden_size)
         return (length - 1) * kept + hidden_size if self.exact_first_token else length * kept
+
+    def sequence_bytes(self, length: int, hidden_size: int, direction: str) -> int:
+        """Bytes that one sequence of `length` tokens puts on the wire; `direction` is forward or backward."""
+        if self.straight_through:
+            share = self.forward_share if direction == "forward" else 1.0 - self.forward_share
+            return math.floor(2 * self.budget * share * length * hidden_size) * 2
+        values = self.values_per_sequence(length, hidden_size) if self.coded else length * hidden_size
+        return values * self.wire_bytes

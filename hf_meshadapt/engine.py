@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
+from .calibration import calibrate
 from .config import BoundaryConfig, MeshConfig
 from .figures import Figures, StepMeter, gather
 from .gradients import clip_coefficient, scale_gradients, squared_norm, sum_tied
@@ -51,6 +53,7 @@ class MeshEngine:
         self.parts: ModelParts | None = None
         self.runner: Runner | None = None
         self.calibrated = False
+        self.features: torch.Tensor | None = None  # token features, shared by all boundaries
         self.run_figures = Figures()
         self._kept_bytes: dict[str, int] = {}
         self._cut: tuple | None = None
@@ -88,9 +91,7 @@ class MeshEngine:
 
     def build(self, device: torch.device, autocast: Callable[[], contextlib.AbstractContextManager]) -> None:
         """Builds stages and runner, once the model is on its device."""
-        self.parts = build_stages(
-            *self._cut, self.mesh, self.boundary, self.topology.stage, self._share_claims, autocast
-        )
+        self.parts = build_stages(*self._cut, self.mesh, self.boundary, self.topology.stage, self.share, autocast)
         # Data-parallel modules meet when they are made.
         with self.naming("data-parallel set-up with", self._replicas):
             if self.mesh.emulated or self.mesh.num_chunks == 1:
@@ -108,10 +109,11 @@ class MeshEngine:
                 )
         self.device = device
 
-    def _share_claims(self, mine: dict[int, list[str]]) -> dict[int, list[str]]:
+    def share(self, mine: dict) -> dict:
+        """Merges {chunk: JSON-able value} over the stages of the pipeline."""
         if self.groups is None:
             return mine
-        with self.naming("parameter names from", self._pipeline):
+        with self.naming("small facts from", self._pipeline):
             everyone = exchange_json(sorted(mine.items()), self.groups.control)
         return {chunk: names for claims in everyone for chunk, names in claims}
 
@@ -159,20 +161,20 @@ class MeshEngine:
         return self.runner.eval_batch(batch, rows)
 
     def calibrate(self, batches: list[Batch], rows: int) -> None:
-        """Fits boundary predictors on unmasked passes; all replicas end with the same fit."""
-        with self.runner.observing():
-            for batch in batches:
-                self.eval_batch(batch, rows)
+        """Fits the boundaries on uncoded passes; see `calibration.calibrate`."""
+        started = time.monotonic()
+        explained = calibrate(self, batches, rows)
         self.calibrated = True
-        for stage in self.parts.stages.values():
-            if stage.receive is not None:
-                sums = stage.receive.calibration_sums().cpu()
-                stage.receive.set_fill_from(self.sum_over_replicas(sums).to(self.device))
+        tokens, seconds = sum(batch["labels"].numel() for batch in batches), time.monotonic() - started
+        shares = ", ".join(f"chunk {chunk}: {share:.2f}" for chunk, share in explained.items()) or "none here"
+        logger.info(
+            "Boundaries calibrated on %d tokens in %.1f s; token predictor explains %s", tokens, seconds, shares
+        )
 
     @property
     def needs_calibration(self) -> bool:
         """Whether a boundary predictor has yet to be fitted; all ranks, those without a boundary too, say the same."""
-        return self.boundary.masked and self.boundary.predictor == "mean" and not self.calibrated
+        return self.boundary.needs_calibration and not self.calibrated
 
     @property
     def loss_share(self) -> int:
@@ -316,5 +318,5 @@ class MeshEngine:
             chunk: sum(p.numel() for p in stage.parameters() if p.requires_grad)
             for chunk, stage in self.parts.stages.items()
         }
-        shared = self._share_claims(mine)
+        shared = self.share(mine)
         return tuple(shared[chunk] for chunk in range(self.mesh.num_chunks))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from .calibration import boundary_state, load_boundary_state
 from .checkpoint import STANDARD_SHARD, load_stage_weights, merge_index, save_stage, shard_name
 from .checkpoint_folder import (
     INDEX_NAME,
@@ -194,16 +195,6 @@ def layers_of(engine: MeshEngine) -> list[int]:
     return [len(span) for span in engine.parts.spans]
 
 
-def boundary_state(engine: MeshEngine) -> dict[str, torch.Tensor]:
-    """Buffers of this rank's boundaries by `chunk/buffer`: what calibration found out."""
-    return {
-        f"{chunk}/{name}": buffer
-        for chunk, stage in engine.parts.stages.items()
-        if stage.receive is not None
-        for name, buffer in stage.receive.named_buffers()
-    }
-
-
 def load_weights(engine: MeshEngine, folder: Path) -> None:
     """This rank's weights from a checkpoint of any mesh shape.
 
@@ -241,9 +232,7 @@ def _load_boundaries(engine: MeshEngine, folder: Path, calibrated: bool) -> None
     saved: dict[str, torch.Tensor] = {}
     for path in sorted((folder / MESH_STATE).glob("rank-*.json")):
         saved |= load_rank_state(folder, int(path.stem.split("-")[1])).tensors
-    for name, buffer in boundary_state(engine).items():
-        buffer.copy_(saved[name])
-    engine.calibrated = True
+    load_boundary_state(engine, saved)
 
 
 def load_rng(engine: MeshEngine, folder: Path) -> None:

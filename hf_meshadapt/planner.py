@@ -118,11 +118,11 @@ class BytePlan:
         return self.axis_bytes(axis) / self.tokens
 
     def dense(self) -> BytePlan:
-        """The same step with nothing masked and the same wire dtype."""
+        """The same step with nothing coded and the same wire dtype."""
         return byte_plan(
             self.model,
             self.mesh,
-            replace(self.boundary, mask_ratio=0.0),
+            replace(self.boundary, codec="none"),
             sequences=self.sequences,
             length=self.length,
             accumulation=self.accumulation,
@@ -191,9 +191,12 @@ def byte_plan(
             f"chunk_parameters has {len(model.chunk_parameters)} entries, the mesh has {mesh.num_chunks} chunks "
             f"({mesh.stages} stages x {mesh.chunks_per_rank}); give one entry per chunk"
         )
-    sequence_bytes = boundary.values_per_sequence(length, model.hidden_size) * boundary.wire_bytes
+    boundary_bytes = {
+        direction: sequences * accumulation * boundary.sequence_bytes(length, model.hidden_size, direction)
+        for direction in ("forward", "backward")
+    }
     links = [
-        *_pipeline(mesh, sequences * accumulation * sequence_bytes, mesh.microbatches * accumulation),
+        *_pipeline(mesh, boundary_bytes, mesh.microbatches * accumulation),
         *_tied(model, mesh),
         *_data_parallel(model, mesh),
         *_control(mesh),
@@ -233,16 +236,16 @@ def _data_parallel_ranks(mesh: MeshConfig, stage: int) -> list[int]:
     return [replica * mesh.stages + stage for replica in range(mesh.replicas)]
 
 
-def _pipeline(mesh: MeshConfig, packed_bytes: int, messages: int) -> Iterator[LinkBytes]:
-    """Activations to the next chunk's rank and as many bytes of gradient back, per boundary and replica."""
+def _pipeline(mesh: MeshConfig, packed_bytes: dict[str, int], messages: int) -> Iterator[LinkBytes]:
+    """Activations to the next chunk's rank and gradients back, per boundary and replica; bytes by direction."""
     for replica in range(mesh.replicas):
         ranks = _pipeline_ranks(mesh, replica)
         for boundary in range(mesh.num_boundaries):
             near, far = ranks[boundary % mesh.stages], ranks[(boundary + 1) % mesh.stages]
             if near == far:
                 continue  # chunks of one rank hand over in memory
-            yield LinkBytes("pipeline", near, far, packed_bytes, messages, boundary, "forward")
-            yield LinkBytes("pipeline", far, near, packed_bytes, messages, boundary, "backward")
+            yield LinkBytes("pipeline", near, far, packed_bytes["forward"], messages, boundary, "forward")
+            yield LinkBytes("pipeline", far, near, packed_bytes["backward"], messages, boundary, "backward")
 
 
 def _tied(model: ModelShape, mesh: MeshConfig) -> Iterator[LinkBytes]:

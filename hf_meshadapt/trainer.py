@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-import time
 from pathlib import Path
 
 import torch
@@ -24,8 +23,6 @@ from .progress import MeshProgressCallback
 from .sampling import EpochSampler
 
 logger = logging.getLogger(__name__)
-
-CALIBRATION_BATCHES = 4
 
 
 class MeshAdaptMixin:
@@ -167,17 +164,25 @@ class MeshAdaptMixin:
         return prepared
 
     def _calibrate(self, dataloader) -> None:
-        """Unmasked passes over the first rows of the training set, read apart from the run's own data order."""
-        started, rows = time.monotonic(), self._rows(training=True) * len(self.engine.local_replicas)
-        first = CALIBRATION_BATCHES * rows * self.engine.local_replicas[0]
-        examples = list(itertools.islice(iter(dataloader.dataset), first, first + CALIBRATION_BATCHES * rows))
-        examples = examples or list(itertools.islice(iter(dataloader.dataset), rows))  # a small dataset
-        collated = [dataloader.collate_fn(examples[i : i + rows]) for i in range(0, len(examples), rows)]
-        batches = [
-            self._padded(self._prepare_inputs(self._with_labels(batch)), self._rows(True)) for batch in collated
-        ]
-        self.engine.calibrate(batches, self._rows(training=True))
-        logger.info("Boundaries calibrated on %d unmasked batches in %.1f s", len(batches), time.monotonic() - started)
+        """Uncoded passes over the first rows of the training set, read apart from the run's own data order.
+
+        Every replica looks at rows of its own, all at the same number of batches.
+        """
+        rows, local = self._rows(training=True), self.engine.local_replicas
+        everyone = rows * self.engine.mesh.replicas
+        source, batches, left = iter(dataloader.dataset), [], self.args.calibration_tokens
+        while left > 0:
+            examples = list(itertools.islice(source, everyone))
+            if not batches:  # a small dataset
+                examples = list(itertools.islice(itertools.cycle(examples), everyone))
+            if len(examples) < everyone:
+                break
+            batch = self._with_labels(dataloader.collate_fn(examples))
+            left -= batch["labels"].numel()
+            mine = {name: value[rows * local[0] : rows * (local[-1] + 1)] for name, value in batch.items()}
+            batches.append(self._prepare_inputs(mine))
+        with self.engine.apart():
+            self.engine.calibrate(batches, rows)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         engine, meter = self.engine, self.engine.step_meter

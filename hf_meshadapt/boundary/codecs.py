@@ -103,6 +103,6 @@ class RandomMaskCodec(Codec):
         return torch.cat([kept[sequences, others].view(batch, -1), exact], dim=1)
 
 
-def make_codec(config: BoundaryConfig, hidden_size: int, masked: bool) -> Codec:
-    """The codec of a masked pass (training) or an unmasked one (evaluation, anchors)."""
-    return (RandomMaskCodec if masked and config.masked else DenseCodec)(config, hidden_size)
+def make_codec(config: BoundaryConfig, hidden_size: int, coded: bool) -> Codec:
+    """The in-graph codec of a coded pass (training) or an uncoded one (evaluation, calibration, anchors)."""
+    return (RandomMaskCodec if coded and config.codec == "random_mask" else DenseCodec)(config, hidden_size)

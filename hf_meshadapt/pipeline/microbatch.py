@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..boundary.coder import FIRST, PADDING, TOKEN
 from ..boundary.prf import microbatch_key
 
 Batch = dict[str, torch.Tensor]
@@ -34,12 +35,15 @@ def microbatch_keys(seed: int, step: int, accumulation: int, replica: int, num_m
     return torch.tensor([microbatch_key(seed, step, accumulation, replica, i) for i in range(num_microbatches)])
 
 
-def first_token_positions(batch: Batch) -> torch.Tensor:
-    """Position of the first real token of every sequence, (B,): not 0 under left padding."""
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return torch.zeros(len(batch["labels"]), dtype=torch.long, device=batch["labels"].device)
-    return mask.int().argmax(dim=1)
+def token_kinds(batch: Batch) -> torch.Tensor:
+    """What every position is, (B, T) int8: padding, a token, or the first token of a sequence, packed ones included."""
+    labels, mask, positions = batch["labels"], batch.get("attention_mask"), batch.get("position_ids")
+    real = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
+    if positions is not None:
+        first = (positions == 0) & real
+    else:
+        first = torch.zeros_like(real).scatter(1, real.int().argmax(dim=1, keepdim=True), True)
+    return torch.where(first, FIRST, torch.where(real, TOKEN, PADDING)).to(torch.int8)
 
 
 def largest_divisor(number: int, most: int) -> int:

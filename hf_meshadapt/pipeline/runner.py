@@ -8,16 +8,18 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..boundary.module import packed_shape
+from ..boundary.module import wire_tensors
+from ..boundary.observer import Observer
 from ..config import BoundaryConfig, MeshConfig
 from .assembly import ModelParts
-from .microbatch import Batch, first_token_positions, largest_divisor, pad_rows
+from .microbatch import Batch, largest_divisor, pad_rows, token_kinds
 from .schedule import EarlyReceiveSchedule, NamedInterleavedSchedule, Waiter
 from .torch_internals import fix_buckets
 from .wire_stage import WireStage
@@ -60,28 +62,37 @@ class Runner(ABC):
         self._set_mode(training=False)
         return self._eval(batch, rows)
 
-    @contextlib.contextmanager
-    def observing(self):
-        """Within it, evaluation passes calibrate the receiving boundaries."""
-        stages = [stage for stage in self.parts.stages.values() if stage.receive is not None]
-        for stage in stages:
-            stage.observing = True
+    def observe_batch(self, batch: Batch, rows: int, observers: dict[int, Observer], gradients: bool) -> None:
+        """One uncoded pass in evaluation mode whose hidden states, and gradients if wanted, the observers look at.
+
+        Args:
+            observers: by chunk; those of this rank that receive.
+        """
+        self._set_mode(training=False)
+        for chunk, stage in self.parts.stages.items():
+            stage.observer = observers.get(chunk)
         try:
-            yield
+            if gradients:
+                self._observe(batch, rows)
+                for _, parameter in self.parts.named_trainable():
+                    parameter.grad = None
+            else:
+                with torch.no_grad():
+                    self._eval(batch, rows)
         finally:
-            for stage in stages:
-                stage.observing = False
+            for stage in self.parts.stages.values():
+                stage.observer = None
 
     def _set_mode(self, training: bool) -> None:
         for stage in self.parts.stages.values():
             if stage.training != training or stage.model.training != training:
                 stage.train(training)
 
-    def _model_inputs(self, batch: Batch, masked: bool) -> Batch:
+    def _model_inputs(self, batch: Batch) -> Batch:
         """Tensors that every chunk gets, beside what arrives at it."""
         inputs = {name: value for name, value in batch.items() if name != "input_ids"}
-        if masked and self.boundary.masked and self.boundary.exact_first_token:
-            inputs["first_token"] = first_token_positions(batch)
+        if self.boundary.coded:
+            inputs |= {"token_ids": batch["input_ids"], "kind": token_kinds(batch)}
         return inputs
 
     @property
@@ -94,6 +105,9 @@ class Runner(ABC):
 
     @abstractmethod
     def _eval(self, batch, rows) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _observe(self, batch, rows) -> None: ...
 
 
 class PipelineRunner(Runner):
@@ -113,19 +127,25 @@ class PipelineRunner(Runner):
 
     def _train(self, batch, rows, keys, num_items, sync):
         count = self.mesh.microbatches
-        schedule, stages = self._schedule(rows, batch["labels"].shape[1], count, training=True)
+        schedule, stages = self._schedule(rows, batch["labels"].shape[1], count, "train")
         for stage in stages:
             stage.sync_gradients = sync
-        inputs = self._model_inputs(batch, masked=True)
+        inputs = self._model_inputs(batch)
         inputs |= {"key": keys[0], "num_items": num_items.expand(count)}
         return self._step(schedule.step, batch, inputs)
 
     def _eval(self, batch, rows):
-        count = largest_divisor(rows, self.mesh.microbatches)
-        schedule, _ = self._schedule(rows, batch["labels"].shape[1], count, training=False)
-        inputs = self._model_inputs(batch, masked=False)
-        inputs["num_items"] = torch.ones(count, device=self.device)
+        schedule, inputs = self._uncoded(batch, rows, "eval")
         return self._step(schedule.eval, batch, inputs)
+
+    def _observe(self, batch, rows):
+        schedule, inputs = self._uncoded(batch, rows, "observe")
+        self._step(schedule.step, batch, inputs)
+
+    def _uncoded(self, batch: Batch, rows: int, mode: str) -> tuple:
+        count = largest_divisor(rows, self.mesh.microbatches)
+        schedule, _ = self._schedule(rows, batch["labels"].shape[1], count, mode)
+        return schedule, self._model_inputs(batch) | {"num_items": torch.ones(count, device=self.device)}
 
     def _step(self, step, batch: Batch, inputs: Batch) -> torch.Tensor:
         losses: list[torch.Tensor] = []
@@ -134,31 +154,32 @@ class PipelineRunner(Runner):
         step(*arriving, target=target, losses=losses, return_outputs=False, **inputs)
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
 
-    def _schedule(self, rows: int, length: int, count: int, training: bool) -> tuple:
-        shape = (rows, length, count, training)
+    def _schedule(self, rows: int, length: int, count: int, mode: str) -> tuple:
+        shape = (rows, length, count, mode)
         if shape not in self._schedules:
-            self._schedules[shape] = self._build_schedule(rows // count, length, count, training)
+            self._schedules[shape] = self._build_schedule(rows // count, length, count, mode)
         return self._schedules[shape]
 
-    def _build_schedule(self, rows: int, length: int, count: int, training: bool) -> tuple:
+    def _build_schedule(self, rows: int, length: int, count: int, mode: str) -> tuple:
+        """Stages and schedule of one shape; mode is train (coded), eval (uncoded) or observe (uncoded, with backward)."""
         layout, last = self.parts.layout, self.parts.num_chunks - 1
-        wire = torch.empty(
-            packed_shape(self.boundary, layout.hidden_size, rows, length, training),
-            dtype=getattr(torch, self.boundary.wire_dtype),
-            device="meta",
-            requires_grad=training,
-        )
+        backward = mode != "eval"
+        wire = wire_tensors(self.boundary, layout.hidden_size, rows, length, mode == "train", "meta")
+        wire = tuple(tensor.requires_grad_(backward and tensor.is_floating_point()) for tensor in wire)
+        gradients = tuple(tensor.detach() if tensor.is_floating_point() else None for tensor in wire)
         tokens = torch.empty((rows, length), dtype=torch.long, device="meta")
-        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=training)
+        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=backward)
         stages = [
             WireStage(
-                # Evaluation bypasses DDP, whose reducer must see training passes only.
-                self.modules[chunk] if training else self.parts.stages[chunk],
+                # Only training passes go through DDP, whose reducer must see no others.
+                self.modules[chunk] if mode == "train" else self.parts.stages[chunk],
                 chunk,
                 self.parts.num_chunks,
                 self.device,
                 input_args=tokens if chunk == 0 else wire,
                 output_args=loss if chunk == last else wire,
+                input_grads=None if chunk == 0 else gradients,
+                output_grads=None if chunk == last else gradients,
                 group=self.group,
                 host_wire=self.mesh.wire_backend == "gloo",
             )
@@ -202,7 +223,7 @@ class SequentialRunner(Runner):
     def _train_replica(self, batch: Batch, keys: torch.Tensor, num_items: torch.Tensor, sync: bool) -> torch.Tensor:
         count = self.mesh.microbatches
         total = torch.zeros((), device=self.device)
-        inputs = self._model_inputs(batch, masked=True)
+        inputs = self._model_inputs(batch)
         for index, microbatch in enumerate(split_rows({"input_ids": batch["input_ids"], **inputs}, count)):
             microbatch |= {"key": keys[index : index + 1], "num_items": num_items}
             last = index == count - 1
@@ -215,20 +236,30 @@ class SequentialRunner(Runner):
 
     def _eval(self, batch, rows):
         total = torch.zeros((), device=self.device)
-        ones = torch.ones((), device=self.device)
-        count = largest_divisor(rows, self.mesh.microbatches)
-        for part in self._replica_batches(batch, rows):
-            inputs = {"input_ids": part["input_ids"], **self._model_inputs(part, masked=False)}
-            for microbatch in split_rows(inputs, count):
-                total += self._forward(microbatch | {"num_items": ones})
+        for microbatch in self._uncoded(batch, rows):
+            total += self._forward(microbatch)
         return total
 
+    def _observe(self, batch, rows):
+        for microbatch in self._uncoded(batch, rows):
+            self._forward(microbatch).backward()
+
+    def _uncoded(self, batch: Batch, rows: int) -> Iterator[Batch]:
+        count = largest_divisor(rows, self.mesh.microbatches)
+        for replica, part in enumerate(self._replica_batches(batch, rows)):
+            for stage in self.parts.stages.values():
+                if stage.observer is not None:
+                    stage.observer.replica = replica
+            inputs = {"input_ids": part["input_ids"], **self._model_inputs(part)}
+            for microbatch in split_rows(inputs, count):
+                yield microbatch | {"num_items": torch.ones((), device=self.device)}
+
     def _forward(self, microbatch: Batch) -> torch.Tensor:
-        passing = microbatch.pop("input_ids")
+        passing = (microbatch.pop("input_ids"),)
         if isinstance(self.module, DistributedDataParallel) and torch.is_grad_enabled():
-            return self.module(passing, **microbatch)
+            return self.module(*passing, **microbatch)
         for stage in self.parts.stages.values():
-            passing = stage(passing, **microbatch)
+            passing = stage(*passing, **microbatch)
         return passing
 
     def _replica_batches(self, batch: Batch, rows: int) -> list[Batch]:

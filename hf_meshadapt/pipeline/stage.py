@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..boundary.module import BoundaryReceive, BoundarySend
+from ..boundary.observer import Observer
 from .layout import ForeignLayer, ModelLayout
 
 
@@ -64,7 +65,7 @@ class StageModule(nn.Module):
         self.layout, self.span = layout, span
         self.receive, self.send = receive, send
         self.autocast = autocast
-        self.observing = False  # calibrate the receiving boundary from unmasked passes
+        self.observer: Observer | None = None  # looks at what is received in the uncoded passes of a calibration
         self._layers = (model.get_submodule(layout.layers),)
         self.dtype = next(model.parameters()).dtype
         self._set_view(returns_tuple=False)
@@ -97,42 +98,44 @@ class StageModule(nn.Module):
 
     def forward(
         self,
-        arriving: torch.Tensor,
+        *arriving: torch.Tensor,
         key: torch.Tensor | None = None,
-        first_token: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+        kind: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         num_items: torch.Tensor | None = None,
         **model_inputs: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """One microbatch through this chunk.
 
         Args:
-            arriving: token ids (B, T) on the first chunk, else the packed activation from the wire.
+            arriving: token ids (B, T) on the first chunk, else what `BoundarySend` of the chunk before returned.
             key: microbatch key of the masks, int64 on the CPU, one element.
-            first_token: position of every sequence's first token, (B,).
+            token_ids: (B, T), read by boundaries that predict.
+            kind: (B, T), what every position is, read by boundaries.
             labels: (B, T), read by the last chunk only.
             num_items: what the summed loss is divided by, one element.
             model_inputs: attention_mask and other tensors with a batch dimension.
 
         Returns:
-            The packed activation, or on the last chunk the loss as a scalar: sum of token losses / num_items.
+            What goes over the next boundary, or on the last chunk the loss as a scalar: sum of token losses / num_items.
         """
         key = 0 if key is None else int(key)
         with self.autocast(), self._view():
             if self.is_first:
-                inputs = {"input_ids": arriving}
+                inputs = {"input_ids": arriving[0]}
             else:
-                length = next(value.shape[1] for value in (labels, *model_inputs.values()) if value is not None)
-                self._entry.incoming = self.receive(arriving, key, first_token, length, self.dtype)
-                if self.observing:
-                    self.receive.observe(self._entry.incoming, calibration_tokens(labels, **model_inputs))
-                inputs = {"inputs_embeds": self._entry.incoming.detach()}
+                incoming = self.receive(arriving, key, token_ids, kind, labels.shape[1], self.dtype)
+                if self.observer is not None:
+                    incoming = self.observer(incoming, token_ids, kind)
+                self._entry.incoming = incoming
+                inputs = {"inputs_embeds": incoming.detach()}
             if self.is_last:
                 inputs |= {"labels": labels, "num_items_in_batch": num_items.squeeze()}
             output = self.model(**inputs, **model_inputs, use_cache=False)
             if self.is_last:
                 return output.loss
-            return self.send(self._exit.outgoing, key, first_token)
+            return self.send(self._exit.outgoing, key, token_ids, kind)
 
     @contextlib.contextmanager
     def _view(self) -> Iterator[None]:
@@ -213,13 +216,6 @@ class StageModule(nn.Module):
         if list(arrived[0]) != list(shape) or (not self.is_last and list(leaving.shape) != list(shape)):
             raise RuntimeError(f"hidden state of shape {list(arrived[0])} where {list(shape)} was expected")
         return leaving
-
-
-def calibration_tokens(labels: torch.Tensor, attention_mask: torch.Tensor | None = None, **_) -> torch.Tensor:
-    """Tokens that a calibration looks at, (B, T) bool: neither padding nor the first of a sequence."""
-    real = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    first = real.int().argmax(dim=1, keepdim=True)
-    return real.scatter(1, first, False)
 
 
 def used_parameters(stage: StageModule, names: list[str]) -> list[str]:

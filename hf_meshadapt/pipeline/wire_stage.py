@@ -11,11 +11,13 @@ from .torch_internals import PipelineStage, RecvInfo
 class WireStage(PipelineStage):
     """`PipelineStage` for static shapes.
 
-    Two differences from torch's:
+    Three differences from torch's:
     - with `host_wire`, receive buffers and sent tensors live in (pinned) host memory, since gloo moves host memory
       only, while computation stays on the stage's device. On the CPU both are the same memory.
     - `sync_gradients` gates the data-parallel reduction. torch prepares DDP's reducer on the last microbatch of every
       schedule step, no_sync or not, so that without the gate each gradient-accumulation step would communicate.
+    - only the first tensor between two stages travels forward. A second one is a carrier (see boundary/coder.py): the
+      receiving stage makes its own, and only its gradient travels, backward.
     """
 
     def __init__(self, *args, host_wire: bool, **kwargs):
@@ -41,13 +43,12 @@ class WireStage(PipelineStage):
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
         # A fresh leaf per microbatch: the buffer itself stays free of autograd and is reused in the next step.
         requires_grad = self.has_backward and torch.is_grad_enabled()
-        return tuple(
-            info.buffer.detach().to(self.device).requires_grad_(requires_grad)
-            for info in self.args_recv_info[fwd_chunk_id]
-        )
+        arrived = (info.buffer.detach().to(self.device) for info in self.args_recv_info[fwd_chunk_id])
+        return tuple(tensor.requires_grad_(requires_grad and tensor.is_floating_point()) for tensor in arrived)
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
-        return tuple(info.buffer.to(self.device) for info in self.grad_recv_info[bwd_chunk_id])
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor | None, ...]:
+        infos = self.grad_recv_info[bwd_chunk_id]
+        return tuple(info.buffer if info.buffer is None else info.buffer.to(self.device) for info in infos)
 
     def _to_host(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
@@ -56,8 +57,11 @@ class WireStage(PipelineStage):
                 op.tensor = op.tensor.cpu()
         return ops
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return super().get_fwd_recv_ops(fwd_chunk_id)[:1]
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._to_host(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._to_host(super().get_fwd_send_ops(fwd_chunk_id)[:1])
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._to_host(super().get_bwd_send_ops(bwd_chunk_id))

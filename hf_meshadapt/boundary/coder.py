@@ -1,0 +1,107 @@
+"""Both directions of a calibrated boundary, put together from its fit: what is coded, relative to what, in how many bytes.
+
+Forward, hidden minus prediction is coded and the first token of every sequence travels whole. Backward, the gradient
+at the decoded hidden state is coded by itself (straight-through), in a budget of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import BoundaryConfig
+from .fitting import BoundaryFit
+from .predictor import token_features
+from .sequence_coder import SequenceCoder
+from .transform import TransformCodec
+
+PADDING, TOKEN, FIRST = 0, 1, 2  # kinds of tokens, as every chunk knows them
+
+
+class BoundaryCoder:
+    """Codes hidden states and their gradients at one boundary; both ends hold one, made from the same fit.
+
+    Args:
+        config: budgets.
+        hidden_size: width of a token.
+        fit: what calibration found out.
+        table: token features, (vocabulary, size) bfloat16, None where the predictor needs none.
+    """
+
+    def __init__(self, config: BoundaryConfig, hidden_size: int, fit: BoundaryFit, table: Tensor | None):
+        self.config, self.hidden_size, self.fit, self.table = config, hidden_size, fit, table
+        self.forward = self.backward = None
+        if fit.forward is not None:
+            self.forward = SequenceCoder(
+                TransformCodec(fit.forward),
+                hidden_size,
+                lambda length: config.sequence_bytes(length, hidden_size, "forward"),
+                config.exact_first_token,
+            )
+            self.backward = SequenceCoder(
+                TransformCodec(fit.backward),
+                hidden_size,
+                lambda length: config.sequence_bytes(length, hidden_size, "backward"),
+                exact_first=False,
+            )
+
+    def predict(self, token_ids: Tensor) -> Tensor:
+        """What both ends expect at the boundary: (B, T, H) float32."""
+        if len(self.fit.weights) == 1:  # the channel mean
+            return self.fit.weights.expand(*token_ids.shape, -1)
+        return token_features(self.table, token_ids) @ self.fit.weights
+
+    def encode(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
+        """hidden (B, T, H) to uint8 (B, bytes)."""
+        return self.forward.encode(hidden.float(), self.predict(token_ids), kind != PADDING, kind == FIRST)
+
+    def decode(self, packed: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
+        """The hidden states as far as they were coded, (B, T, H) float32."""
+        return self.forward.decode(packed, self.predict(token_ids), kind != PADDING, kind == FIRST)
+
+    def encode_gradient(self, gradient: Tensor, kind: Tensor) -> Tensor:
+        """gradient (B, T, H) to uint8 (B, bytes)."""
+        nothing = gradient.new_zeros((), dtype=torch.float32).expand(gradient.shape)
+        return self.backward.encode(gradient.float(), nothing, kind != PADDING, kind == FIRST)
+
+    def decode_gradient(self, packed: Tensor, kind: Tensor) -> Tensor:
+        """The gradient as far as it was coded, (B, T, H) float32."""
+        nothing = torch.zeros(*kind.shape, self.hidden_size, device=packed.device)
+        return self.backward.decode(packed, nothing, kind != PADDING, kind == FIRST)
+
+
+class SendCoded(torch.autograd.Function):
+    """hidden -> (payload, carrier). The payload travels forward; nothing of the carrier does but its gradient, which
+    comes back as the coded gradient of hidden: bytes, looked at as bfloat16 since autograd moves floats."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, coder: BoundaryCoder, token_ids: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.coder, ctx.kind, ctx.dtype = coder, kind, hidden.dtype
+        payload = coder.encode(hidden, token_ids, kind)
+        ctx.mark_non_differentiable(payload)
+        return payload, empty_carrier(coder.config, coder.hidden_size, *kind.shape, hidden.device)
+
+    @staticmethod
+    def backward(ctx, _, coded: Tensor):
+        return ctx.coder.decode_gradient(coded.view(torch.uint8), ctx.kind).to(ctx.dtype), None, None, None
+
+
+class ReceiveCoded(torch.autograd.Function):
+    """(payload, carrier) -> hidden; the carrier's gradient is the coded gradient of hidden."""
+
+    @staticmethod
+    def forward(ctx, payload, carrier, coder: BoundaryCoder, token_ids: Tensor, kind: Tensor, dtype: torch.dtype):
+        ctx.coder, ctx.kind = coder, kind
+        return coder.decode(payload, token_ids, kind).to(dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return None, ctx.coder.encode_gradient(gradient, ctx.kind).view(torch.bfloat16), None, None, None, None
+
+
+def empty_carrier(
+    config: BoundaryConfig, hidden_size: int, batch: int, length: int, device: torch.device | str
+) -> Tensor:
+    """bfloat16 (B, bytes of a coded gradient / 2): the shape matters, the values never do."""
+    values = config.sequence_bytes(length, hidden_size, "backward") // 2
+    return torch.zeros(batch, values, dtype=torch.bfloat16, device=device)

@@ -1,0 +1,138 @@
+"""Fits every boundary of the mesh on a few uncoded passes, so that both of its ends hold the same fit.
+
+The receiving end of a boundary sees hidden states and gradients as they pass. Its sums are added up over the
+replicas, it fits, and hands the fit to the sending end: two machines need not agree in the last bit of an
+eigenvector, only on the bytes that they exchange. Collective over the mesh, before any coded pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .boundary.fitting import BoundaryFit, fit_boundary
+from .boundary.observer import Observer
+from .boundary.predictor import FEATURE_SIZE, project_embedding
+from .pipeline.microbatch import Batch
+
+if TYPE_CHECKING:
+    from .engine import MeshEngine
+
+logger = logging.getLogger(__name__)
+
+# Of every so many batches one only checks the predictor.
+HELD_OUT_EVERY = 4
+# A stage's token features take at most this share of its weights' bytes.
+MAX_FEATURE_SHARE = 0.05
+MIN_FEATURE_SIZE = 16
+
+
+def calibrate(engine: MeshEngine, batches: list[Batch], rows: int) -> dict[int, float]:
+    """Fits all boundaries.
+
+    Args:
+        batches: of this process's replicas, as for `MeshEngine.train_batch`; the same number on every rank.
+        rows: rows per replica.
+
+    Returns:
+        Share of the held-out energy that the token predictor explains, by receiving chunk of this rank.
+    """
+    boundary, parts = engine.boundary, engine.parts
+    engine.features = token_table(engine) if boundary.predictor == "token" else None
+    observers = {
+        chunk: Observer(parts.layout.hidden_size, engine.features, engine.device, len(engine.local_replicas))
+        for chunk, stage in parts.stages.items()
+        if stage.receive is not None
+    }
+    for index, batch in enumerate(batches):
+        for observer in observers.values():
+            observer.held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        engine.runner.observe_batch(batch, rows, observers, gradients=boundary.straight_through)
+    fits = {}
+    for chunk, observer in observers.items():
+        moments = observer.moments()
+        for tensor in moments.tensors():
+            tensor.copy_(engine.sum_over_replicas(tensor.cpu()))
+        fits[chunk] = fit_boundary(moments, transforms=boundary.straight_through, weighted=boundary.loss_weighted)
+    hand_over(engine, {chunk: fit.state() for chunk, fit in fits.items()})
+    return {chunk: fit.explained for chunk, fit in fits.items()}
+
+
+def hand_over(engine: MeshEngine, states: dict[int, dict[str, Tensor]]) -> None:
+    """Gives both ends of every boundary the fit that its receiving chunk holds.
+
+    Args:
+        states: `BoundaryFit.state` by receiving chunk of this rank.
+    """
+    stages, mesh = engine.parts.stages, engine.mesh
+    shapes = {chunk: [(name, list(t.shape)) for name, t in state.items()] for chunk, state in states.items()}
+    shapes = engine.share(shapes)
+    for chunk in range(1, mesh.num_chunks):
+        state = states.get(chunk)
+        giver, taker = chunk % mesh.stages, (chunk - 1) % mesh.stages
+        if engine.groups is not None and giver != taker:
+            if state is None and chunk - 1 in stages:
+                state = {name: torch.empty(shape) for name, shape in shapes[chunk]}
+                for tensor in state.values():
+                    with engine.naming("the fit of a boundary from"):
+                        dist.recv(tensor, group=engine.groups.control, group_src=giver)
+            elif state is not None:
+                for tensor in state.values():
+                    with engine.naming("handing the fit of a boundary to"):
+                        dist.send(tensor.float().cpu().contiguous(), group=engine.groups.control, group_dst=taker)
+        set_fit(engine, chunk, state)
+
+
+def set_fit(engine: MeshEngine, chunk: int, state: dict[str, Tensor] | None) -> None:
+    """Sets the fit of the boundary before `chunk` at those of its ends that are here."""
+    ends = []
+    if chunk in engine.parts.stages:
+        ends.append(engine.parts.stages[chunk].receive)
+    if chunk - 1 in engine.parts.stages:
+        ends.append(engine.parts.stages[chunk - 1].send)
+    for end in ends:
+        fit = BoundaryFit.from_state({name: tensor.to(engine.device) for name, tensor in state.items()})
+        end.set_fit(fit, engine.features)
+
+
+def token_table(engine: MeshEngine) -> Tensor:
+    """Token features, equal on all stages: made from the input embedding where that is, and handed to the others."""
+    parts = engine.parts
+    layout = parts.layout
+    stage_bytes = min(sum(p.numel() * p.element_size() for p in stage.parameters()) for stage in parts.stages.values())
+    smallest = min(engine.share({chunk: stage_bytes for chunk in parts.stages}).values())
+    size = int(MAX_FEATURE_SHARE * smallest / (2 * layout.vocab_size)) // 8 * 8
+    size = min(FEATURE_SIZE, layout.hidden_size, max(MIN_FEATURE_SIZE, size))
+    if 0 in parts.stages:
+        table = project_embedding(parts.model.get_parameter(layout.embedding_weight), size)
+    else:
+        table = torch.empty(layout.vocab_size, size, dtype=torch.bfloat16, device=engine.device)
+    if engine.groups is not None:
+        data = table.cpu().contiguous().view(torch.uint8)
+        with engine.naming("token features from"):
+            dist.broadcast(data, group=engine.groups.control, group_src=0)
+        table = data.view(torch.bfloat16)
+    return table.to(engine.device)
+
+
+def boundary_state(engine: MeshEngine) -> dict[str, Tensor]:
+    """What calibration found out, for this rank's checkpoint: `chunk/name` by receiving chunk, and the features."""
+    state = {} if engine.features is None else {"features": engine.features}
+    for chunk, stage in engine.parts.stages.items():
+        for after, end in ((chunk, stage.receive), (chunk + 1, stage.send)):
+            if end is not None and end.coder is not None:
+                state |= {f"{after}/{name}": tensor for name, tensor in end.coder.fit.state().items()}
+    return state
+
+
+def load_boundary_state(engine: MeshEngine, state: dict[str, Tensor]) -> None:
+    """Takes over what `boundary_state` of all ranks held together."""
+    engine.features = state["features"].to(engine.device) if "features" in state else None
+    for chunk in range(1, engine.mesh.num_chunks):
+        prefix = f"{chunk}/"
+        set_fit(engine, chunk, {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
+    engine.calibrated = True
