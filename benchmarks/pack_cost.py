@@ -16,8 +16,10 @@ import torch
 from transformers import LlamaConfig, LlamaModel
 
 from benchmarks.common import print_table, quartiles, write_result
-from hf_meshadapt.boundary.module import BoundaryReceive, BoundarySend
+from hf_meshadapt.boundary.fitting import BoundaryFit
+from hf_meshadapt.boundary.module import BoundaryReceive, BoundarySend, wire_tensors
 from hf_meshadapt.boundary.prf import microbatch_key
+from hf_meshadapt.boundary.sequence_coder import FIRST, TOKEN
 from hf_meshadapt.config import BoundaryConfig
 
 BATCH, LENGTH, SEED = 4, 128, 0
@@ -47,17 +49,20 @@ def stage_pass(hidden_size: int, dtype: torch.dtype) -> Callable[[], None]:
 def boundary_pass(config: BoundaryConfig, hidden_size: int, dtype: torch.dtype) -> Callable[[], None]:
     """What one middle stage does for its two boundaries: unpack and pack, forward and backward, fresh masks."""
     receive, send = BoundaryReceive(config, 0, hidden_size), BoundarySend(config, 1, hidden_size)
-    receive.set_fill_from(torch.ones(hidden_size + 1, dtype=torch.float64))
-    shape = send.packed_shape(BATCH, LENGTH, True)
-    packed = torch.randn(shape).to(torch.bfloat16).requires_grad_()
-    gradient = torch.randn(shape).to(torch.bfloat16)
-    first_token = torch.zeros(BATCH, dtype=torch.int64)
+    receive.set_fit(BoundaryFit(torch.ones(1, hidden_size), None, None, 0.0), None)
+    (wire,) = wire_tensors(config, hidden_size, BATCH, LENGTH, True, "cpu")
+    packed = torch.randn(wire.shape).to(wire.dtype).requires_grad_()
+    gradient = torch.randn(wire.shape).to(wire.dtype)
+    token_ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    kind = torch.full((BATCH, LENGTH), TOKEN, dtype=torch.int8)
+    kind[:, 0] = FIRST
     calls = iter(range(10**9))
 
     def run() -> None:
         key = microbatch_key(SEED, next(calls), 0, 0, 0)
-        hidden = receive(packed, key, first_token, LENGTH, dtype)
-        send(hidden, key, first_token).backward(gradient)
+        hidden = receive((packed,), key, token_ids, kind, LENGTH, dtype)
+        (sent,) = send(hidden, key, token_ids, kind)
+        sent.backward(gradient)
 
     return run
 
@@ -74,7 +79,14 @@ def measure(hidden_size: int, dtype_name: str, repetitions: int) -> list[dict]:
     stage = stage_pass(hidden_size, dtype)
     rows = []
     for ratio, exact in product(MASK_RATIOS, (False, True)):
-        config = BoundaryConfig(ratio, SEED, exact, "mean", "bfloat16")
+        config = BoundaryConfig(
+            "random_mask",
+            mask_ratio=ratio,
+            mask_seed=SEED,
+            exact_first_token=exact,
+            predictor="mean",
+            wire_dtype="bfloat16",
+        )
         boundary = boundary_pass(config, hidden_size, dtype)
         stage(), boundary()
         samples = [(seconds(stage), seconds(boundary)) for _ in range(repetitions)]

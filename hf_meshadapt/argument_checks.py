@@ -58,7 +58,7 @@ class ArgumentChecks:
 
     def _check_mesh(self) -> None:
         batches = ("per_device_train_batch_size", "per_device_eval_batch_size")
-        for name in ("pipeline_stages", "pipeline_chunks_per_rank", *batches):
+        for name in ("pipeline_stages", "pipeline_chunks_per_rank", "calibration_tokens", *batches):
             if getattr(self, name) < 1:
                 raise user_error(name, getattr(self, name), "must be at least 1", "Use 1 or more")
         for name in ("link_timeout_seconds", "ddp_timeout"):
@@ -85,6 +85,10 @@ class ArgumentChecks:
         self._resolve_replicas()
         self._resolve_microbatches()
         self.layers_per_chunk()
+        if self.boundary_codec == "aq_sgd" and self.data_parallel_replicas > 1:
+            raise NotImplementedError(
+                "boundary_codec='aq_sgd': a sample may come to another replica, which has not seen it. Use one replica"
+            )
 
     def _resolve_replicas(self) -> None:
         world, stages, replicas = self.launched_ranks, self.pipeline_stages, self.data_parallel_replicas

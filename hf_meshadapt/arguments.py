@@ -24,8 +24,8 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
         default="anchored",
         metadata={
             "help": "Which recipe fills the boundary fields that are not set: `anchored` codes activations and "
-            "gradients by what was learnt from a few uncoded passes (predictor and transform codec at 5% of the dense "
-            "bytes); `dense` sends every activation whole; `paper` is random masking of 0.95 in bfloat16 with zero "
+            "gradients by what was learnt from a few uncoded passes (predictor and transform codec at 0.05 of the "
+            "dense bytes); `dense` sends every activation whole; `paper` is random masking of 0.95 in bfloat16 with zero "
             "fill, as arXiv 2609.14339 describes its boundaries (the paper's anchor circuit and spectral correction "
             "are not part of this preset yet).",
             "choices": list(PRESETS),
@@ -72,8 +72,12 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
         default=None,
         metadata={
             "help": "How activations and gradients are coded in training: `none`, `random_mask` (a random share of the "
-            "entries travels) or `transform` (decorrelated, quantised to the bits that the loss feels). Default: by "
-            "preset, or random_mask when mask_ratio is given. Evaluation is never coded.",
+            "entries travels) or `transform` (decorrelated, quantised to the bits that the loss feels); to compare with, "
+            "at the bytes of boundary_budget `subspace` (leading principal components), `bottleneck` (random "
+            "projection), `topk` (largest entries; `topk_free_indices` leaves what their places cost out of the budget), "
+            "and at their own bytes `quantize` (boundary_bits per entry), `tah_quant` (TAH-Quant) and `aq_sgd` (AQ-SGD: "
+            "changes since a sample was last seen). Default: by preset, or random_mask when mask_ratio is given. "
+            "Evaluation is never coded.",
             "choices": list(CODECS),
         },
     )
@@ -92,6 +96,22 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
         default=None,
         metadata={
             "help": "Spend the transform codec's bits where the loss feels them (default), not where the energy is.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
+    boundary_bits: int | None = field(
+        default=None,
+        metadata={
+            "help": "quantize, aq_sgd: bits of an entry, 1, 2, 3, 4 or 8 (default 4); gradients of aq_sgd get twice as "
+            "many."
+        },
+    )
+    boundary_rotated: bool | None = field(
+        default=None,
+        metadata={
+            "help": "quantize: rotate each token by random signs and a Hadamard transform first (default), which spreads "
+            "outliers over all entries.",
             "nargs": "?",
             "const": True,
         },
@@ -128,7 +148,7 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
         metadata={
             "help": "What stands in for what did not travel: `none` (zero), `mean` (the channel's mean) or `token` (a "
             "linear function of this and the previous token, checked on held-out tokens, else the mean); learnt from "
-            "the calibration. Default: token with the transform codec, else none.",
+            "the calibration. Default: token with transform and subspace, else none.",
             "choices": list(PREDICTORS),
         },
     )
@@ -215,6 +235,8 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             budget=self.boundary_budget or 0.0,
             forward_share=0.75 if self.forward_share is None else self.forward_share,
             loss_weighted=self.loss_weighted is not False,
+            bits=4 if self.boundary_bits is None else self.boundary_bits,
+            rotated=self.boundary_rotated is True,
         )
 
     # In the emulated mesh one process reads what all replicas would read.

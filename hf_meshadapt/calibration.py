@@ -51,13 +51,18 @@ def calibrate(engine: MeshEngine, batches: list[Batch], rows: int) -> dict[int, 
     for index, batch in enumerate(batches):
         for observer in observers.values():
             observer.held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        engine.runner.observe_batch(batch, rows, observers, gradients=boundary.straight_through)
+        engine.runner.observe_batch(batch, rows, observers, gradients=boundary.fits_transforms)
     fits = {}
     for chunk, observer in observers.items():
         moments = observer.moments()
         for tensor in moments.tensors():
             tensor.copy_(engine.sum_over_replicas(tensor.cpu()))
-        fits[chunk] = fit_boundary(moments, transforms=boundary.straight_through, weighted=boundary.loss_weighted)
+        fits[chunk] = fit_boundary(
+            moments,
+            transforms=boundary.fits_transforms,
+            weighted=boundary.codec == "transform" and boundary.loss_weighted,
+            predicted=boundary.predictor != "none",
+        )
     hand_over(engine, {chunk: fit.state() for chunk, fit in fits.items()})
     return {chunk: fit.explained for chunk, fit in fits.items()}
 
@@ -121,6 +126,8 @@ def token_table(engine: MeshEngine) -> Tensor:
 
 def boundary_state(engine: MeshEngine) -> dict[str, Tensor]:
     """What calibration found out, for this rank's checkpoint: `chunk/name` by receiving chunk, and the features."""
+    if not engine.boundary.needs_calibration:
+        return {}
     state = {} if engine.features is None else {"features": engine.features}
     for chunk, stage in engine.parts.stages.items():
         for after, end in ((chunk, stage.receive), (chunk + 1, stage.send)):

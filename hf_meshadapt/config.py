@@ -11,7 +11,18 @@ from dataclasses import dataclass
 
 WIRE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-CODECS = ("none", "random_mask", "transform")
+CODECS = (
+    "none",
+    "random_mask",
+    "transform",
+    "subspace",
+    "bottleneck",
+    "topk",
+    "topk_free_indices",
+    "quantize",
+    "tah_quant",
+    "aq_sgd",
+)
 PREDICTORS = ("none", "mean", "token")
 
 
@@ -66,9 +77,12 @@ class BoundaryConfig:
         exact_first_token: the first token of every sequence travels whole.
         predictor: what stands where nothing travelled, one of `PREDICTORS`.
         wire_dtype: dtype of uncoded values on the wire, a key of `WIRE_DTYPE_BYTES`.
-        budget: transform: bytes of both directions over those of dense bfloat16, everything included.
-        forward_share: transform: share of the budget that the forward direction gets.
+        budget: bytes of both directions over those of dense bfloat16, everything included; for `topk_free_indices`
+            all but the indices. Without effect on codecs that have a size of their own.
+        forward_share: share of the budget that the forward direction gets; bottleneck shares equally.
         loss_weighted: transform: spend bits where the loss feels them rather than where the energy is.
+        bits: quantize, aq_sgd: bits of an entry; gradients of aq_sgd get twice as many.
+        rotated: quantize: rotate before quantising.
     """
 
     codec: str = "none"
@@ -80,6 +94,8 @@ class BoundaryConfig:
     budget: float = 0.0
     forward_share: float = 0.75
     loss_weighted: bool = True
+    bits: int = 4
+    rotated: bool = True
 
     @property
     def coded(self) -> bool:
@@ -88,11 +104,16 @@ class BoundaryConfig:
     @property
     def straight_through(self) -> bool:
         """Forward and backward are coded apart, each into bytes of its own."""
-        return self.codec == "transform"
+        return self.codec not in ("none", "random_mask")
+
+    @property
+    def fits_transforms(self) -> bool:
+        """The codec needs the covariances of what it codes, gradients included."""
+        return self.codec in ("transform", "subspace")
 
     @property
     def needs_calibration(self) -> bool:
-        return self.coded and (self.straight_through or self.predictor != "none")
+        return self.coded and (self.fits_transforms or self.predictor != "none")
 
     @property
     def wire_bytes(self) -> int:
@@ -111,7 +132,83 @@ class BoundaryConfig:
     def sequence_bytes(self, length: int, hidden_size: int, direction: str) -> int:
         """Bytes that one sequence of `length` tokens puts on the wire; `direction` is forward or backward."""
         if self.straight_through:
-            share = self.forward_share if direction == "forward" else 1.0 - self.forward_share
-            return math.floor(2 * self.budget * share * length * hidden_size) * 2
+            return 2 * self._coded_values(length, hidden_size, direction)
         values = self.values_per_sequence(length, hidden_size) if self.coded else length * hidden_size
         return values * self.wire_bytes
+
+    def token_bytes(self, hidden_size: int, direction: str) -> int | None:
+        """Bytes of a coded token where the codec alone decides them; None where the budget does.
+
+        Raises:
+            ValueError: tah_quant: the hidden size is not divisible by 8.
+        """
+        if self.codec == "quantize":
+            return quantized_bytes(hidden_size, self.bits)
+        if self.codec == "aq_sgd":
+            return quantized_bytes(hidden_size, self.bits if direction == "forward" else min(8, 2 * self.bits))
+        if self.codec == "tah_quant":
+            return tah_quant_bytes(hidden_size) if direction == "forward" else tah_gradient_bytes(hidden_size)
+        return None
+
+    def _coded_values(self, length: int, hidden_size: int, direction: str) -> int:
+        """Straight-through codecs: bytes of a sequence in pairs, since autograd moves them as bfloat16."""
+        token_bytes = self.token_bytes(hidden_size, direction)
+        if token_bytes is not None:
+            exact_bytes = 2 * hidden_size if self.exact_first_token and direction == "forward" else 0
+            return -(-(length * token_bytes + exact_bytes) // 2)
+        forward_share = 0.5 if self.codec == "bottleneck" else self.forward_share
+        share = forward_share if direction == "forward" else 1.0 - forward_share
+        values = math.floor(2 * self.budget * share * length * hidden_size)
+        if self.codec == "topk_free_indices":
+            values = values * (16 + index_bits(hidden_size)) // 16
+        return values
+
+
+# How large codes are; the codecs in boundary/ read it here, since the planner must know it without torch.
+SCALE_BYTES = 2  # a bfloat16
+TAH_BITS = (4, 3)  # of a tile with much entropy, and of the others
+
+
+def quantized_bytes(num_values: int, bits: int) -> int:
+    """Bytes of values quantised to `bits` each with one scale."""
+    return SCALE_BYTES + -(-num_values * bits // 8)
+
+
+def index_bits(hidden_size: int) -> int:
+    """Bits that name an entry of a token."""
+    return (hidden_size - 1).bit_length()
+
+
+def tile_size(hidden_size: int, largest: int) -> int:
+    """Largest power of two up to `largest` (itself one) that divides the hidden size.
+
+    Raises:
+        ValueError: it is below 8.
+    """
+    size = math.gcd(hidden_size, largest)
+    if size < 8:
+        raise ValueError(f"hidden size {hidden_size} has no tiles of 8 entries or more: use another boundary_codec")
+    return size
+
+
+def tah_high_tiles(num_tiles: int) -> int:
+    """tah_quant: tiles of a token that get the more bits, 80%."""
+    return math.floor(0.8 * num_tiles + 0.5)
+
+
+def tah_quant_bytes(hidden_size: int) -> int:
+    """tah_quant: bytes of a token's activation.
+
+    Per tile scale, zero-point, precision bit, transform bit and the outlier's place.
+    """
+    size = tile_size(hidden_size, 64)
+    tiles = hidden_size // size
+    high = tah_high_tiles(tiles)
+    tile_bits = 8 * 2 * SCALE_BYTES + 2 + index_bits(size)
+    return -(-(size * (TAH_BITS[0] * high + TAH_BITS[1] * (tiles - high)) + tiles * tile_bits) // 8)
+
+
+def tah_gradient_bytes(hidden_size: int) -> int:
+    """tah_quant: bytes of a token's gradient, 6 bits with one scale per 32 entries."""
+    size = tile_size(hidden_size, 32)
+    return hidden_size // size * quantized_bytes(size, 6)

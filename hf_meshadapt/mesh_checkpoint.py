@@ -36,6 +36,7 @@ from .checkpoint_state import (
     save_optimizer_files,
     save_rank_state,
 )
+from .config import BoundaryConfig
 from .engine import MeshEngine
 from .shard_transfer import gather_files, is_shared
 
@@ -186,8 +187,13 @@ def _write_state(site: SaveSite, optimizer: torch.optim.Optimizer, scheduler_sta
         rng=capture_rng(),
         scheduler=scheduler_state,
         tensors=boundary_state(site.engine),
-        extra={"calibrated": site.engine.calibrated},
+        extra={"calibrated": fitted_for(site.engine.boundary) if site.engine.calibrated else None},
     )
+
+
+def fitted_for(boundary: BoundaryConfig) -> list:
+    """What a calibration's outcome depends on, as JSON gives it back."""
+    return [boundary.predictor, boundary.fits_transforms, boundary.codec == "transform" and boundary.loss_weighted]
 
 
 def layers_of(engine: MeshEngine) -> list[int]:
@@ -224,9 +230,10 @@ def load_state(engine: MeshEngine, folder: Path, optimizer: torch.optim.Optimize
         _load_boundaries(engine, folder, calibrated=state.extra["calibrated"])
 
 
-def _load_boundaries(engine: MeshEngine, folder: Path, calibrated: bool) -> None:
+def _load_boundaries(engine: MeshEngine, folder: Path, calibrated: list | None) -> None:
     # All ranks must decide alike, those without a receiving boundary too: calibration is a pass through all stages.
-    if not calibrated or load_mesh_info(folder)["mesh"]["layers_per_chunk"] != layers_of(engine):
+    same_cut = load_mesh_info(folder)["mesh"]["layers_per_chunk"] == layers_of(engine)
+    if calibrated != fitted_for(engine.boundary) or not same_cut:
         logger.warning("%s was written with other boundaries: they are calibrated anew", folder)
         return
     saved: dict[str, torch.Tensor] = {}

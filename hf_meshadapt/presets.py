@@ -15,7 +15,33 @@ CODEC_FIELDS: dict[str, dict] = {
         "exact_first_token": True,
         "boundary_predictor": "token",
     },
+    "subspace": {
+        "boundary_budget": 0.05,
+        "forward_share": 0.75,
+        "exact_first_token": True,
+        "boundary_predictor": "token",
+    },
+    # What the field does: nothing is predicted, and no token is treated apart.
+    "bottleneck": {"boundary_budget": 0.05, "exact_first_token": False, "boundary_predictor": "none"},
+    **dict.fromkeys(
+        ("topk", "topk_free_indices"),
+        {
+            "boundary_budget": 0.05,
+            "forward_share": 0.75,
+            "exact_first_token": False,
+            "boundary_predictor": "none",
+        },
+    ),
+    "quantize": {
+        "boundary_bits": 4,
+        "boundary_rotated": True,
+        "exact_first_token": False,
+        "boundary_predictor": "none",
+    },
+    "tah_quant": {},
+    "aq_sgd": {"boundary_bits": 4},
 }
+BITS = (1, 2, 3, 4, 8)
 OFF = {
     "mask_ratio": 0.0,
     "mask_seed": None,
@@ -24,6 +50,8 @@ OFF = {
     "boundary_budget": None,
     "forward_share": None,
     "loss_weighted": None,
+    "boundary_bits": None,
+    "boundary_rotated": None,
 }
 BOUNDARY_FIELDS = tuple(OFF)
 
@@ -61,6 +89,7 @@ def resolve_boundary(preset: str, given: dict, num_chunks: int) -> dict:
                 "boundary_budget", explicit["boundary_budget"], "says the same as mask_ratio for random masks",
                 f"Leave one of them out; this budget is mask_ratio={1 - explicit['boundary_budget']:g}",
             )  # fmt: skip
+        _check_budget(explicit["boundary_budget"])
         explicit["mask_ratio"] = 1.0 - explicit.pop("boundary_budget")
     fields = CODEC_FIELDS[codec]
     for name, value in explicit.items():
@@ -106,11 +135,15 @@ def _refuse_without_boundary(preset: str, codec: str, given: dict) -> None:
 
 def _check_ranges(fields: dict) -> None:
     _check_mask_ratio(fields["mask_ratio"])
-    budget, share = fields["boundary_budget"], fields["forward_share"]
-    if budget is not None and not 0.0 < budget <= 1.0:
-        raise user_error("boundary_budget", budget, "must lie in (0, 1]", "Use 0.05 for 5% of the dense bytes")
+    _check_budget(fields["boundary_budget"])
+    share = fields["forward_share"]
     if share is not None and not 0.0 < share < 1.0:
         raise user_error("forward_share", share, "must lie in (0, 1)", "Use 0.75: the forward direction needs more")
+    bits = fields["boundary_bits"]
+    if bits is not None and bits not in BITS:
+        raise user_error("boundary_bits", bits, "not a known choice", f"Use one of: {', '.join(map(str, BITS))}")
+    if bits == 1 and not fields["boundary_rotated"]:
+        raise user_error("boundary_bits", 1, "holds too little without a rotation", "Use 2, or boundary_rotated")
     if fields["boundary_predictor"] not in PREDICTORS:
         raise user_error(
             "boundary_predictor",
@@ -118,6 +151,11 @@ def _check_ranges(fields: dict) -> None:
             "not a known choice",
             f"Use one of: {', '.join(PREDICTORS)}",
         )
+
+
+def _check_budget(budget: float | None) -> None:
+    if budget is not None and not 0.0 < budget <= 1.0:
+        raise user_error("boundary_budget", budget, "must lie in (0, 1]", "Use 0.05 for 5% of the dense bytes")
 
 
 def _check_mask_ratio(ratio: float) -> None:

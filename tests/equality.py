@@ -120,12 +120,13 @@ def mesh_trainer(model, rows: int, folder: str, num_rows: int = 90, collator=col
 
     Args:
         model: an instance, or the folder of one.
-        overrides: `MeshAdaptArguments` fields, and `trainer`: a dict of further constructor arguments.
+        overrides: `MeshAdaptArguments` fields (dense where they do not say otherwise), and `trainer`: a dict of further
+            constructor arguments.
     """
     from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
 
     options = overrides.pop("trainer", {})
-    arguments = {**COMMON, **overrides}
+    arguments = {"preset": "dense", **COMMON, **overrides}
     args = MeshAdaptArguments(
         output_dir=folder, per_device_train_batch_size=rows, per_device_eval_batch_size=rows, **arguments
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from hf_meshadapt.calibration import boundary_state
 from tests.equality import mesh_trainer, summary, tiny_model
 from tests.launch import run_ranks
 
@@ -45,7 +46,8 @@ def train(rank: int, *, folder: Path, kind: str, resume=None, save_at=(), machin
         options: `dropout`, `rows`, and what `mesh_trainer` takes.
 
     Returns:
-        Losses, this rank's weights with its copy of a tied head, its bytes to save, and what was warned of.
+        Losses, this rank's weights with its copy of a tied head, its boundaries' fits, how often it calibrated, its
+        bytes to save, and what was warned of.
     """
     if machine_size:
         os.environ.update(LOCAL_RANK=str(rank % machine_size), LOCAL_WORLD_SIZE=str(machine_size))
@@ -54,15 +56,18 @@ def train(rank: int, *, folder: Path, kind: str, resume=None, save_at=(), machin
     model = tiny_model(kind, dropout=options.pop("dropout", 0.0))
     trainer = mesh_trainer(model, options.pop("rows", ROWS), str(folder), **options)
     trainer.add_callback(SaveAt(save_at))
+    calibrate, calibrated = trainer.engine.calibrate, []
+    trainer.engine.calibrate = lambda *args: calibrated.append(calibrate(*args))
     trainer.train(resume_from_checkpoint=resume if resume in (None, True) else str(resume))
     save_bytes = sum(trainer.engine.sockets.read().get("save", {}).values())
-    return outcome(trainer) | {"warnings": warnings, "save_bytes": save_bytes}
+    return outcome(trainer) | {"calibrations": len(calibrated), "warnings": warnings, "save_bytes": save_bytes}
 
 
 def outcome(trainer) -> dict:
     parts = trainer.engine.parts
     state = parts.model.state_dict()
-    return summary(trainer, {name: state[name] for name in [*parts.saved_names(), *parts.stored_name_of_copy()]})
+    weights = {name: state[name] for name in [*parts.saved_names(), *parts.stored_name_of_copy()]}
+    return summary(trainer, weights) | {"fits": boundary_state(trainer.engine)}
 
 
 def collect_warnings() -> list[str]:
@@ -79,9 +84,10 @@ def assert_same_run(ranks: list[dict], others: list[dict]) -> None:
     for run, other in zip(ranks, others):
         for name in ("loss", "grad_norm", "eval_loss"):
             assert run[name] == other[name], name
-        assert run["weights"].keys() == other["weights"].keys()
-        for name, tensor in run["weights"].items():
-            assert torch.equal(tensor, other["weights"][name]), name
+        for part in ("weights", "fits"):
+            assert run[part].keys() == other[part].keys()
+            for name, tensor in run[part].items():
+                assert torch.equal(tensor, other[part][name]), name
 
 
 def assert_plain_load(folder: Path, ranks: list[dict]) -> torch.nn.Module:

@@ -23,7 +23,8 @@ def measure(rank: int, folder: str, mesh: dict) -> dict:
     from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
 
     settings = COMMON | {"max_steps": 4, "eval_strategy": "no", "gradient_accumulation_steps": ACCUMULATION}
-    args = MeshAdaptArguments(output_dir=folder, per_device_train_batch_size=ROWS, **settings, **mesh)
+    settings |= {"preset": "dense", "per_device_train_batch_size": ROWS, **mesh}
+    args = MeshAdaptArguments(output_dir=folder, **settings)
     trainer = MeshAdaptTrainer(model=wide_model(), args=args, train_dataset=Rows(400), data_collator=collate_fixed)
     trainer.train()
     plan = trainer.engine.plan(ROWS, 16, ACCUMULATION)

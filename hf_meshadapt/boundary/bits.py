@@ -30,9 +30,10 @@ def pack(values: Tensor, groups: Groups) -> Tensor:
         planes.append(((values[:, start : start + count, None] >> shifts) & 1).flatten(1).to(torch.uint8))
         start += count
     stream = torch.cat(planes, dim=1) if planes else values.new_zeros((len(values), 0), dtype=torch.uint8)
-    stream = torch.nn.functional.pad(stream, (0, packed_bytes(groups) * 8 - stream.shape[1]))
+    row_bytes = packed_bytes(groups)
+    stream = torch.nn.functional.pad(stream, (0, row_bytes * 8 - stream.shape[1]))
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=values.device)
-    return (stream.view(len(values), -1, 8) * weights).sum(2, dtype=torch.uint8)
+    return (stream.view(len(values), row_bytes, 8) * weights).sum(2, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, groups: Groups) -> Tensor:
@@ -46,3 +47,10 @@ def unpack(packed: Tensor, groups: Groups) -> Tensor:
         columns.append((plane * weights).sum(2))
         start += bits * count
     return torch.cat(columns, dim=1) if columns else packed.new_zeros((len(packed), 0), dtype=torch.int64)
+
+
+def read_bfloat16(packed: Tensor, start: int, count: int) -> Tensor:
+    """The bfloat16 numbers whose bytes stand from byte `start` on in each row of uint8 packed: (N, count) float32."""
+    # A copy: one row of a larger buffer may be neither aligned nor strided for two bytes.
+    part = packed[:, start : start + 2 * count].clone(memory_format=torch.contiguous_format)
+    return part.flatten().view(torch.bfloat16).view(len(packed), count).float()

@@ -13,9 +13,7 @@ from ..config import BoundaryConfig
 from .fitting import BoundaryFit
 from .predictor import token_features
 from .sequence_coder import SequenceCoder
-from .transform import TransformCodec
-
-PADDING, TOKEN, FIRST = 0, 1, 2  # kinds of tokens, as every chunk knows them
+from .token_codecs import make_token_codec
 
 
 class BoundaryCoder:
@@ -31,43 +29,46 @@ class BoundaryCoder:
     def __init__(self, config: BoundaryConfig, hidden_size: int, fit: BoundaryFit, table: Tensor | None):
         self.config, self.hidden_size, self.fit, self.table = config, hidden_size, fit, table
         self.forward = self.backward = None
-        if fit.forward is not None:
+        if config.straight_through:
             self.forward = SequenceCoder(
-                TransformCodec(fit.forward),
+                make_token_codec(config, hidden_size, "forward", fit.forward),
                 hidden_size,
                 lambda length: config.sequence_bytes(length, hidden_size, "forward"),
                 config.exact_first_token,
+                fit.sensitivity,
             )
             self.backward = SequenceCoder(
-                TransformCodec(fit.backward),
+                make_token_codec(config, hidden_size, "backward", fit.backward),
                 hidden_size,
                 lambda length: config.sequence_bytes(length, hidden_size, "backward"),
-                exact_first=False,
+                # A bottleneck's gradient has the support of its activation, first tokens included.
+                config.exact_first_token and config.codec == "bottleneck",
+                fit.sensitivity,
             )
 
     def predict(self, token_ids: Tensor) -> Tensor:
         """What both ends expect at the boundary: (B, T, H) float32."""
         if len(self.fit.weights) == 1:  # the channel mean
-            return self.fit.weights.expand(*token_ids.shape, -1)
+            return self.fit.weights.to(token_ids.device).expand(*token_ids.shape, -1)
         return token_features(self.table, token_ids) @ self.fit.weights
 
     def encode(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
         """hidden (B, T, H) to uint8 (B, bytes)."""
-        return self.forward.encode(hidden.float(), self.predict(token_ids), kind != PADDING, kind == FIRST)
+        return self.forward.encode(hidden.float(), self.predict(token_ids), kind)
 
     def decode(self, packed: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
         """The hidden states as far as they were coded, (B, T, H) float32."""
-        return self.forward.decode(packed, self.predict(token_ids), kind != PADDING, kind == FIRST)
+        return self.forward.decode(packed, self.predict(token_ids), kind)
 
     def encode_gradient(self, gradient: Tensor, kind: Tensor) -> Tensor:
         """gradient (B, T, H) to uint8 (B, bytes)."""
         nothing = gradient.new_zeros((), dtype=torch.float32).expand(gradient.shape)
-        return self.backward.encode(gradient.float(), nothing, kind != PADDING, kind == FIRST)
+        return self.backward.encode(gradient.float(), nothing, kind)
 
     def decode_gradient(self, packed: Tensor, kind: Tensor) -> Tensor:
         """The gradient as far as it was coded, (B, T, H) float32."""
         nothing = torch.zeros(*kind.shape, self.hidden_size, device=packed.device)
-        return self.backward.decode(packed, nothing, kind != PADDING, kind == FIRST)
+        return self.backward.decode(packed, nothing, kind)
 
 
 class SendCoded(torch.autograd.Function):

@@ -23,16 +23,24 @@ class BoundaryFit:
         weights: (F, H) float32, hidden = features @ weights; F is 1 for the channel mean.
         forward, backward: transforms of the two directions, None where the codec needs none.
         explained: share of the held-out energy around the channel mean that the token predictor explains.
+        sensitivity: mean squared gradient of context tokens and of targets, relative to all.
     """
 
     weights: Tensor
     forward: TransformTables | None
     backward: TransformTables | None
     explained: float
+    sensitivity: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def empty(cls, hidden_size: int) -> BoundaryFit:
+        """Of codecs that need no calibration: zero is predicted."""
+        return cls(torch.zeros(1, hidden_size), None, None, 0.0)
 
     def state(self) -> dict[str, Tensor]:
         """Everything as named tensors, for checkpoints and for the other end."""
         state = {"weights": self.weights, "explained": torch.tensor(self.explained)}
+        state["sensitivity"] = torch.tensor(self.sensitivity)
         for name in ("forward", "backward"):
             tables = getattr(self, name)
             if tables is not None:
@@ -45,10 +53,13 @@ class BoundaryFit:
             parts = {key.split("/")[1]: value for key, value in state.items() if key.startswith(f"{name}/")}
             return TransformTables(**parts) if parts else None
 
-        return cls(state["weights"], tables("forward"), tables("backward"), float(state["explained"]))
+        sensitivity = tuple(state["sensitivity"].tolist())
+        return cls(state["weights"], tables("forward"), tables("backward"), float(state["explained"]), sensitivity)
 
 
-def fit_boundary(moments: BoundaryMoments, *, transforms: bool, weighted: bool = True) -> BoundaryFit:
+def fit_boundary(
+    moments: BoundaryMoments, *, transforms: bool, weighted: bool = True, predicted: bool = True
+) -> BoundaryFit:
     """Fits predictor and transforms.
 
     The token predictor is kept only where it beats the channel mean on held-out tokens: with few tokens it overfits.
@@ -57,6 +68,7 @@ def fit_boundary(moments: BoundaryMoments, *, transforms: bool, weighted: bool =
         moments: sums over all replicas' tokens.
         transforms: fit the two transforms as well.
         weighted: weigh the forward transform by what the loss feels.
+        predicted: there is a predictor; else zero is predicted, and the forward transform fits what is coded then.
 
     Raises:
         ValueError: no token was seen.
@@ -71,10 +83,21 @@ def fit_boundary(moments: BoundaryMoments, *, transforms: bool, weighted: bool =
         around_mean = residual_energy(mean, *held)
         explained = 1.0 - residual_energy(fitted, *held) / around_mean if around_mean > 0 else 0.0
         weights = fitted if explained > 0 else mean
+    if not predicted:
+        weights = torch.zeros_like(mean)
     forward = backward = None
     if transforms:
         size = moments.hidden.shape[0]
         covariance = residual_covariance(weights, moments.features, moments.cross, moments.hidden)
         forward = fit_tables(covariance, moments.gradients if weighted else None, size)
         backward = fit_tables(moments.gradients / moments.num_tokens, None, size)
-    return BoundaryFit(weights, forward, backward, explained)
+    return BoundaryFit(weights, forward, backward, explained, _sensitivity(moments))
+
+
+def _sensitivity(moments: BoundaryMoments) -> tuple[float, float]:
+    counts, energies = moments.energies.double().T
+    if not (counts.min() > 0 and energies.min() > 0):  # only one kind of token was seen
+        return 1.0, 1.0
+    means = (energies / counts) / (energies.sum() / counts.sum())
+    # Single precision, as the other end gets it: both must divide bytes alike.
+    return tuple(means.float().tolist())

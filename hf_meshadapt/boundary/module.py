@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hf_meshadapt.boundary.aq_sgd import DeltaCoder
 from hf_meshadapt.boundary.codecs import make_codec
-from hf_meshadapt.boundary.coder import FIRST, BoundaryCoder, ReceiveCoded, SendCoded, empty_carrier
+from hf_meshadapt.boundary.coder import BoundaryCoder, ReceiveCoded, SendCoded, empty_carrier
 from hf_meshadapt.boundary.fitting import BoundaryFit
 from hf_meshadapt.boundary.prf import boundary_key
+from hf_meshadapt.boundary.sequence_coder import FIRST
 from hf_meshadapt.config import BoundaryConfig
 
 
@@ -36,15 +38,19 @@ class _BoundaryEnd(nn.Module):
         self.config, self.boundary, self.hidden_size = config, boundary, hidden_size
         self._codecs = {coded: make_codec(config, hidden_size, coded) for coded in (False, True)}
         self.coder: BoundaryCoder | None = None
+        self.first_visit = False  # the runner's word that this batch has samples that aq_sgd must send whole
+        if config.straight_through and not config.needs_calibration:
+            self.set_fit(BoundaryFit.empty(hidden_size), None)
 
     def set_fit(self, fit: BoundaryFit, table: Tensor | None) -> None:
         """Takes what calibration found out; both ends must get the same."""
-        self.coder = BoundaryCoder(self.config, self.hidden_size, fit, table)
+        kind = DeltaCoder if self.config.codec == "aq_sgd" else BoundaryCoder
+        self.coder = kind(self.config, self.hidden_size, fit, table)
 
     @property
     def coded(self) -> bool:
         """Whether the next forward codes."""
-        return self.training and self.config.coded
+        return self.training and self.config.coded and not self.first_visit
 
     def _fitted(self) -> BoundaryCoder:
         if self.coder is None:
@@ -70,14 +76,17 @@ class BoundarySend(_BoundaryEnd):
             hidden: the chunk's output.
             key: the microbatch's, from `prf.microbatch_key`.
             token_ids: (B, T); needed by predictors.
-            kind: (B, T), `PADDING`, `TOKEN` or `FIRST`; None is a first token followed by others.
+            kind: (B, T), what every position is (`sequence_coder`); None is a first token followed by others.
 
         Returns:
             Tensors like `wire_tensors`. The gradient of a masked hidden is zero on every entry that was not sent.
         """
         if self.coded and self.config.straight_through:
             return SendCoded.apply(hidden, self._fitted(), token_ids, kind)
-        return (self._codecs[self.coded].encode(hidden, boundary_key(key, self.boundary), first_position(kind)),)
+        packed = self._codecs[self.coded].encode(hidden, boundary_key(key, self.boundary), first_position(kind))
+        if self.first_visit and self.training:
+            self.coder.remember(packed, token_ids, kind)
+        return (packed,)
 
 
 class BoundaryReceive(_BoundaryEnd):
@@ -113,6 +122,8 @@ class BoundaryReceive(_BoundaryEnd):
         if self.coded and self.config.predictor != "none":
             fill = self._fitted().predict(token_ids).to(dtype)
         key = boundary_key(key, self.boundary)
+        if self.first_visit and self.training:
+            self.coder.remember(packed[0], token_ids, kind)
         return self._codecs[self.coded].decode(packed[0], key, first_position(kind), fill)
 
     def _check_shape(self, packed: tuple[Tensor, ...], length: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .coder import TOKEN
 from .predictor import token_features
+from .sequence_coder import TARGET, TOKEN
 from .statistics import BoundaryMoments
 
 
@@ -41,20 +41,20 @@ class Observer:
         padding are not looked at."""
         constant = self.table is None
         features = hidden.new_ones(*kind.shape, 1) if constant else token_features(self.table, token_ids)
-        return _Observe.apply(hidden, self.by_replica[self.replica], features, kind == TOKEN, self.held_out)
+        return _Observe.apply(hidden, self.by_replica[self.replica], features, kind, self.held_out)
 
 
 class _Observe(torch.autograd.Function):
-    """Lets an unmasked hidden state pass, adding it and its gradient to the moments of a calibration."""
+    """Lets an uncoded hidden state pass, adding it and its gradient to the moments of a calibration."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, moments: BoundaryMoments, features: Tensor, tokens: Tensor, held_out: bool):
-        moments.add(features, hidden, tokens, held_out)
-        ctx.moments, ctx.tokens, ctx.held_out = moments, tokens, held_out
+    def forward(ctx, hidden: Tensor, moments: BoundaryMoments, features: Tensor, kind: Tensor, held_out: bool):
+        moments.add(features, hidden, (kind == TOKEN) | (kind == TARGET), held_out)
+        ctx.moments, ctx.kind, ctx.held_out = moments, kind, held_out
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         if not ctx.held_out:
-            ctx.moments.add_gradient(gradient, ctx.tokens)
+            ctx.moments.add_gradient(gradient, ctx.kind == TOKEN, ctx.kind == TARGET)
         return gradient, None, None, None, None

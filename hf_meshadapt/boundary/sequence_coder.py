@@ -1,7 +1,8 @@
 """Lays the coded tokens of a sequence out in a fixed number of bytes: buffers are sized once, content adapts.
 
 Padding is not coded, and what it would have cost goes to the real tokens. The first token of every sequence (of every
-packed sequence too) travels whole, inside the same bytes. Both ends know which tokens are which, so no layout travels.
+packed sequence too) travels whole, inside the same bytes. Tokens that predict a label are felt more by the loss than
+their context, and get more. Both ends know which tokens are which, so no layout travels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .bits import read_bfloat16
+
+# Kinds of tokens, as every chunk knows them: padding, context, first of a sequence, and those that predict a label.
+PADDING, TOKEN, FIRST, TARGET = 0, 1, 2, 3
 
 
 class TokenCodec(Protocol):
@@ -31,59 +37,92 @@ class SequenceCoder:
         hidden_size: width of a token.
         sequence_bytes: bytes of a sequence by its padded length; even.
         exact_first: first tokens travel whole, in bfloat16.
+        sensitivity: how much the loss feels an error in a context token and in one that predicts a label: (2,).
+            Bytes are divided between the two by it where the codec knows its distortions.
     """
 
     def __init__(
-        self, codec: TokenCodec, hidden_size: int, sequence_bytes: Callable[[int], int], exact_first: bool
+        self,
+        codec: TokenCodec,
+        hidden_size: int,
+        sequence_bytes: Callable[[int], int],
+        exact_first: bool,
+        sensitivity: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         self.codec, self.hidden_size, self.exact_first = codec, hidden_size, exact_first
-        self.sequence_bytes = sequence_bytes
+        self.sequence_bytes, self.sensitivity = sequence_bytes, sensitivity
+        self._divisions: dict[tuple[int, int, int], tuple[int, int]] = {}
 
-    def encode(self, hidden: Tensor, base: Tensor, real: Tensor, first: Tensor) -> Tensor:
+    def encode(self, hidden: Tensor, base: Tensor, kind: Tensor) -> Tensor:
         """Codes hidden - base.
 
         Args:
             hidden: (B, T, H) float32.
             base: (B, T, H) float32, what both ends know already.
-            real: (B, T) bool, not padding.
-            first: (B, T) bool, first tokens of sequences.
+            kind: (B, T), what every position is.
 
         Returns:
             uint8 (B, sequence_bytes(T)).
         """
         packed = hidden.new_zeros(len(hidden), self.sequence_bytes(hidden.shape[1]), dtype=torch.uint8)
-        for row, (exact, coded, token_bytes) in enumerate(self._layouts(real, first)):
-            whole = hidden[row, exact].to(torch.bfloat16).view(torch.uint8).flatten()
-            packed[row, : len(whole)] = whole
-            if token_bytes:
-                tokens = self.codec.encode(hidden[row, coded] - base[row, coded], token_bytes).flatten()
-                packed[row, len(whole) : len(whole) + len(tokens)] = tokens
+        for row, (exact, classes) in enumerate(map(self._layout, kind)):
+            pieces = [hidden[row, exact].to(torch.bfloat16).view(torch.uint8).flatten()]
+            for coded, token_bytes in classes:
+                pieces.append(self.codec.encode(hidden[row, coded] - base[row, coded], token_bytes).flatten())
+            stream = torch.cat(pieces)
+            packed[row, : len(stream)] = stream
         return packed
 
-    def decode(self, packed: Tensor, base: Tensor, real: Tensor, first: Tensor) -> Tensor:
+    def decode(self, packed: Tensor, base: Tensor, kind: Tensor) -> Tensor:
         """What `encode` was given, as far as it was coded: (B, T, H) float32; base where nothing travelled."""
         hidden = base.clone()
-        for row, (exact, coded, token_bytes) in enumerate(self._layouts(real, first)):
-            split = len(exact) * self.hidden_size * 2
-            whole = packed[row, :split].view(torch.bfloat16).view(len(exact), self.hidden_size)
-            hidden[row, exact] = whole.float()
-            if token_bytes:
-                tokens = packed[row, split : split + len(coded) * token_bytes].view(len(coded), token_bytes)
-                hidden[row, coded] += self.codec.decode(tokens)
+        for row, (exact, classes) in enumerate(map(self._layout, kind)):
+            start = len(exact) * self.hidden_size * 2
+            whole = read_bfloat16(packed[row : row + 1], 0, len(exact) * self.hidden_size)
+            hidden[row, exact] = whole.view(len(exact), self.hidden_size)
+            for coded, token_bytes in classes:
+                stop = start + len(coded) * token_bytes
+                hidden[row, coded] += self.codec.decode(packed[row, start:stop].view(len(coded), token_bytes))
+                start = stop
         return hidden
 
-    def _layouts(self, real: Tensor, first: Tensor) -> list[tuple[Tensor, Tensor, int]]:
-        """Per row: positions that travel whole, positions that are coded, and the bytes of each of these."""
-        budget = self.sequence_bytes(real.shape[1])
-        whole_bytes = self.hidden_size * 2
-        layouts = []
-        for row in range(len(real)):
-            exact = (first[row] & real[row]).nonzero().squeeze(1) if self.exact_first else real.new_zeros(0).long()
-            # Many short packed sequences: the budget's other half stays with the tokens in between.
-            exact = exact[: max(1, budget // 2 // whole_bytes)] if len(exact) else exact
-            others = real[row].clone()
-            others[exact] = False
-            coded = others.nonzero().squeeze(1)
-            left = budget - len(exact) * whole_bytes
-            layouts.append((exact, coded, max(0, left) // len(coded) if len(coded) else 0))
-        return layouts
+    def _layout(self, kind: Tensor) -> tuple[Tensor, list[tuple[Tensor, int]]]:
+        """Of one sequence: positions that travel whole, and those coded with the bytes of each, class by class."""
+        budget, whole_bytes = self.sequence_bytes(len(kind)), self.hidden_size * 2
+        exact = (kind == FIRST).nonzero().squeeze(1) if self.exact_first else kind.new_zeros(0).long()
+        # Many short packed sequences: the budget's other half stays with the tokens in between.
+        exact = exact[: max(1, budget // 2 // whole_bytes)]
+        if len(exact) * whole_bytes > budget:
+            exact = exact[:0]
+        coded = kind != PADDING
+        coded[exact] = False
+        target = coded & (kind == TARGET)
+        positions = [(coded & ~target).nonzero().squeeze(1), target.nonzero().squeeze(1)]
+        left = budget - len(exact) * whole_bytes
+        token_bytes = self._divide(left, len(positions[0]), len(positions[1]))
+        return exact, [(p, b) for p, b in zip(positions, token_bytes) if len(p) and b]
+
+    def _divide(self, total_bytes: int, num_context: int, num_targets: int) -> tuple[int, int]:
+        """Bytes of each context token and of each target, so that the loss feels the least error."""
+        key = (total_bytes, num_context, num_targets)
+        if key not in self._divisions:
+            self._divisions[key] = divide_bytes(self.codec, total_bytes, key[1:], self.sensitivity)
+        return self._divisions[key]
+
+
+def divide_bytes(
+    codec: TokenCodec, total_bytes: int, counts: tuple[int, int], sensitivity: tuple[float, float]
+) -> tuple[int, int]:
+    """Bytes per token of two classes of tokens, by trying every division; equal where the codec cannot tell."""
+    num_context, num_targets = counts
+    if not num_context or not num_targets or not hasattr(codec, "distortions"):
+        each = total_bytes // max(1, num_context + num_targets)
+        return each, each
+    best = (float("inf"), 0, 0)
+    by_bytes = codec.distortions(total_bytes // min(counts))
+    for context_bytes in range(total_bytes // num_context + 1):
+        target_bytes = (total_bytes - num_context * context_bytes) // num_targets
+        error = num_context * sensitivity[0] * by_bytes[context_bytes]
+        error += num_targets * sensitivity[1] * by_bytes[target_bytes]
+        best = min(best, (error, context_bytes, target_bytes))
+    return best[1], best[2]

@@ -17,6 +17,7 @@ class BoundaryMoments:
         cross: (F, H), f hᵀ.
         hidden: (H, H), h hᵀ.
         gradients: (H, H), g gᵀ of per-token-normalised gradients of the loss.
+        energies: (2, 2), number of tokens and sum of squared gradient entries, of context tokens and of targets.
         held_features, held_cross, held_energy: the same over held-out tokens; (F, F), (F, H) and (1,), h·h.
     """
 
@@ -24,6 +25,7 @@ class BoundaryMoments:
     cross: Tensor
     hidden: Tensor
     gradients: Tensor
+    energies: Tensor
     held_features: Tensor
     held_cross: Tensor
     held_energy: Tensor
@@ -35,6 +37,7 @@ class BoundaryMoments:
             "cross": (num_features, hidden_size),
             "hidden": (hidden_size, hidden_size),
             "gradients": (hidden_size, hidden_size),
+            "energies": (2, 2),
             "held_features": (num_features, num_features),
             "held_cross": (num_features, hidden_size),
             "held_energy": (1,),
@@ -67,7 +70,14 @@ class BoundaryMoments:
             self.cross += f.T @ h
             self.hidden += h.T @ h
 
-    def add_gradient(self, gradient: Tensor, tokens: Tensor) -> None:
-        """Adds the loss's gradient (B, T, H) at the boundary; tokens without any gradient count for nothing."""
-        g = torch.nn.functional.normalize(gradient[tokens].float(), dim=1)
-        self.gradients += g.T @ g
+    def add_gradient(self, gradient: Tensor, context: Tensor, targets: Tensor) -> None:
+        """Adds the loss's gradient (B, T, H) at the boundary; tokens without any gradient count for nothing.
+
+        Args:
+            context, targets: (B, T) bool, tokens that predict no label and those that do.
+        """
+        for row, tokens in enumerate((context, targets)):
+            g = gradient[tokens].float()
+            self.energies[row] += torch.stack([g.new_tensor(float(len(g))), g.square().sum()])
+            g = torch.nn.functional.normalize(g, dim=1)
+            self.gradients += g.T @ g

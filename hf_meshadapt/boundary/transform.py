@@ -18,13 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bits import Groups, pack, packed_bytes, unpack
+from .bits import Groups, pack, packed_bytes, read_bfloat16, unpack
 
 # Gaussian-optimal uniform quantisers of 2**bits levels: step in standard deviations and mean squared error, by bits.
 STEPS = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 DISTORTION = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000872)
 MAX_BITS = len(STEPS) - 1
 GAIN_BYTES = 2  # a bfloat16
+MIN_VARIANCE = 1e-7  # of the largest; below it is rounding
 
 
 @dataclass
@@ -69,6 +70,8 @@ def fit_tables(
         covariance = root @ covariance @ root
     variances, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     order = variances.argsort(descending=True)[:num_components]
+    # Directions that were never seen would only add noise to the gain.
+    order = order[: max(1, int((variances[order] > MIN_VARIANCE * variances.max()).sum()))]
     variances, vectors = variances[order].clamp(min=0), vectors[:, order]
     analysis = vectors.T @ root if root is not None else vectors.T
     synthesis = inverse_root @ vectors if inverse_root is not None else vectors
@@ -104,6 +107,15 @@ class TransformCodec:
         self.synthesis = (tables.synthesis * scale).T.contiguous()  # (components, H), and back
         self._layouts: dict[int, tuple[Groups, Tensor, Tensor]] = {}
 
+    def distortions(self, most_bytes: int) -> list[float]:
+        """Squared error that the loss feels, per token, by bytes per token from 0 to `most_bytes`."""
+        variances = self.variances.double().cpu()
+        drops = torch.tensor(DISTORTION[:-1], dtype=torch.float64) - torch.tensor(DISTORTION[1:], dtype=torch.float64)
+        gains = torch.sort((variances[:, None] * drops).flatten(), descending=True).values.cumsum(0)
+        total, last = float(variances.sum()), len(gains) - 1
+        coded = [min(last, 8 * (count - GAIN_BYTES) - 1) for count in range(GAIN_BYTES + 1, most_bytes + 1)]
+        return [total] * min(GAIN_BYTES + 1, most_bytes + 1) + (total - gains[coded]).tolist()
+
     def layout(self, bytes_per_token: int) -> tuple[Groups, Tensor, Tensor]:
         """Bit groups, quantiser steps and levels (coded components,) of a budget; components descend in variance."""
         if bytes_per_token not in self._layouts:
@@ -117,10 +129,11 @@ class TransformCodec:
 
     def encode(self, tokens: Tensor, bytes_per_token: int) -> Tensor:
         """tokens (N, H) float32 to uint8 (N, bytes_per_token)."""
+        if bytes_per_token <= GAIN_BYTES:  # nothing fits: the token is taken for its prediction
+            return tokens.new_zeros(len(tokens), bytes_per_token, dtype=torch.uint8)
         groups, steps, levels = self.layout(bytes_per_token)
         unit = tokens @ self.analysis[:, : len(steps)]
-        gain = unit.square().mean(1, keepdim=True).sqrt() if len(steps) else unit.new_zeros(len(tokens), 1)
-        gain = gain.to(torch.bfloat16)  # both sides use the rounded number
+        gain = unit.square().mean(1, keepdim=True).sqrt().to(torch.bfloat16)  # both sides use the rounded number
         indices = (unit / (gain.float().clamp(min=1e-30) * steps)).floor().add_(levels / 2)
         packed = pack(torch.minimum(indices.clamp_(min=0), levels - 1).long(), groups)
         spare = bytes_per_token - GAIN_BYTES - packed.shape[1]
@@ -128,7 +141,9 @@ class TransformCodec:
 
     def decode(self, packed: Tensor) -> Tensor:
         """uint8 (N, bytes_per_token) to the coded tokens (N, H) float32."""
+        if packed.shape[1] <= GAIN_BYTES:
+            return self.synthesis.new_zeros(len(packed), self.synthesis.shape[1])
         groups, steps, levels = self.layout(packed.shape[1])
-        gain = packed[:, :GAIN_BYTES].contiguous().view(torch.bfloat16).float()
+        gain = read_bfloat16(packed, 0, 1)
         indices = unpack(packed[:, GAIN_BYTES : GAIN_BYTES + packed_bytes(groups)], groups)
         return ((indices - levels / 2 + 0.5) * (gain * steps)) @ self.synthesis[: len(steps)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..boundary.coder import FIRST, PADDING, TOKEN
 from ..boundary.prf import microbatch_key
+from ..boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
 
 Batch = dict[str, torch.Tensor]
 
@@ -36,14 +36,17 @@ def microbatch_keys(seed: int, step: int, accumulation: int, replica: int, num_m
 
 
 def token_kinds(batch: Batch) -> torch.Tensor:
-    """What every position is, (B, T) int8: padding, a token, or the first token of a sequence, packed ones included."""
+    """What every position is, (B, T) int8: padding, context, a token that predicts a label, or the first token of a
+    sequence, packed ones included."""
     labels, mask, positions = batch["labels"], batch.get("attention_mask"), batch.get("position_ids")
     real = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
     if positions is not None:
         first = (positions == 0) & real
     else:
         first = torch.zeros_like(real).scatter(1, real.int().argmax(dim=1, keepdim=True), True)
-    return torch.where(first, FIRST, torch.where(real, TOKEN, PADDING)).to(torch.int8)
+    predicts = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
+    kinds = torch.where(real, torch.where(predicts, TARGET, TOKEN), PADDING)
+    return torch.where(first, FIRST, kinds).to(torch.int8)
 
 
 def largest_divisor(number: int, most: int) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..boundary.aq_sgd import mark_first_visit
 from ..boundary.module import wire_tensors
 from ..boundary.observer import Observer
 from ..config import BoundaryConfig, MeshConfig
@@ -88,6 +89,12 @@ class Runner(ABC):
             if stage.training != training or stage.model.training != training:
                 stage.train(training)
 
+    def _first_visit(self, batch: Batch) -> bool:
+        """aq_sgd: the batch of a replica has samples that were never seen, and travels whole."""
+        if self.boundary.codec != "aq_sgd":
+            return False
+        return mark_first_visit(self.parts.stages.values(), batch["input_ids"], token_kinds(batch))
+
     def _model_inputs(self, batch: Batch) -> Batch:
         """Tensors that every chunk gets, beside what arrives at it."""
         inputs = {name: value for name, value in batch.items() if name != "input_ids"}
@@ -127,7 +134,8 @@ class PipelineRunner(Runner):
 
     def _train(self, batch, rows, keys, num_items, sync):
         count = self.mesh.microbatches
-        schedule, stages = self._schedule(rows, batch["labels"].shape[1], count, "train")
+        mode = "first visit" if self._first_visit(batch) else "train"
+        schedule, stages = self._schedule(rows, batch["labels"].shape[1], count, mode)
         for stage in stages:
             stage.sync_gradients = sync
         inputs = self._model_inputs(batch)
@@ -161,7 +169,8 @@ class PipelineRunner(Runner):
         return self._schedules[shape]
 
     def _build_schedule(self, rows: int, length: int, count: int, mode: str) -> tuple:
-        """Stages and schedule of one shape; mode is train (coded), eval (uncoded) or observe (uncoded, with backward)."""
+        """Stages and schedule of one shape; mode is train (coded), first visit (uncoded, trains), eval (uncoded) or
+        observe (uncoded, with backward)."""
         layout, last = self.parts.layout, self.parts.num_chunks - 1
         backward = mode != "eval"
         wire = wire_tensors(self.boundary, layout.hidden_size, rows, length, mode == "train", "meta")
@@ -172,7 +181,7 @@ class PipelineRunner(Runner):
         stages = [
             WireStage(
                 # Only training passes go through DDP, whose reducer must see no others.
-                self.modules[chunk] if mode == "train" else self.parts.stages[chunk],
+                self.modules[chunk] if mode in ("train", "first visit") else self.parts.stages[chunk],
                 chunk,
                 self.parts.num_chunks,
                 self.device,
@@ -224,6 +233,7 @@ class SequentialRunner(Runner):
         count = self.mesh.microbatches
         total = torch.zeros((), device=self.device)
         inputs = self._model_inputs(batch)
+        self._first_visit(batch)
         for index, microbatch in enumerate(split_rows({"input_ids": batch["input_ids"], **inputs}, count)):
             microbatch |= {"key": keys[index : index + 1], "num_items": num_items}
             last = index == count - 1

@@ -121,7 +121,7 @@ class StageModule(nn.Module):
             What goes over the next boundary, or on the last chunk the loss as a scalar: sum of token losses / num_items.
         """
         key = 0 if key is None else int(key)
-        with self.autocast(), self._view():
+        with self._view():
             if self.is_first:
                 inputs = {"input_ids": arriving[0]}
             else:
@@ -132,7 +132,9 @@ class StageModule(nn.Module):
                 inputs = {"inputs_embeds": incoming.detach()}
             if self.is_last:
                 inputs |= {"labels": labels, "num_items_in_batch": num_items.squeeze()}
-            output = self.model(**inputs, **model_inputs, use_cache=False)
+            # The boundaries stay outside: their sums and codes keep the precision that they ask for.
+            with self.autocast():
+                output = self.model(**inputs, **model_inputs, use_cache=False)
             if self.is_last:
                 return output.loss
             return self.send(self._exit.outgoing, key, token_ids, kind)

@@ -125,7 +125,7 @@ def test_collectives_send_what_the_planner_says(tmp_path, world_size):
 PACKED_PLAN = byte_plan(
     ModelShape(hidden_size=512, vocab_size=10, num_layers=3, chunk_parameters=(1, 1, 1)),
     MeshConfig(stages=3, microbatches=4),
-    BoundaryConfig(mask_ratio=0.9),
+    BoundaryConfig("random_mask", mask_ratio=0.9),
     sequences=8,
     length=32,
 )

@@ -11,6 +11,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_meshadapt import MeshAdaptArguments
 
+DENSE = {"pipeline_stages": 2, "preset": "dense"}
 INTERLEAVED = {"pipeline_stages": 2, "pipeline_schedule": "interleaved", "pipeline_chunks_per_rank": 2}
 
 
@@ -29,7 +30,8 @@ def make(tmp_path, monkeypatch):
 REFUSED = [
     ({"preset": "papers"}, "preset='papers'", "dense, paper"),
     ({"pipeline_schedule": "zero"}, "pipeline_schedule='zero'", "gpipe, 1f1b, interleaved"),
-    ({"boundary_predictor": "median"}, "boundary_predictor='median'", "none, mean"),
+    ({"boundary_predictor": "median", "pipeline_stages": 2}, "boundary_predictor='median'", "none, mean, token"),
+    ({"boundary_codec": "zip"}, "boundary_codec='zip'", "none, random_mask"),
     ({"wire_dtype": "int8"}, "wire_dtype='int8'", "float32, bfloat16"),
     ({"wire_backend": "mpi"}, "wire_backend='mpi'", "gloo, nccl"),
     ({"model_dtype": "float8"}, "model_dtype='float8'", "auto, float32"),
@@ -38,10 +40,12 @@ REFUSED = [
     ({"mask_ratio": float("nan"), "pipeline_stages": 2}, "mask_ratio=nan", "Use 0 for dense"),
     ({"mask_ratio": 0.5}, "mask_ratio=0.5", "Set pipeline_stages to 2"),
     ({"preset": "paper"}, "preset='paper'", "Set pipeline_stages to 2"),
-    ({"wire_dtype": "bfloat16"}, "wire_dtype='bfloat16'", "Set pipeline_stages to 2"),
-    ({"exact_first_token": True, "pipeline_stages": 2}, "exact_first_token=True", "Set mask_ratio above 0"),
-    ({"boundary_predictor": "mean", "pipeline_stages": 2}, "boundary_predictor='mean'", "Set mask_ratio above 0"),
-    ({"mask_seed": 1, "pipeline_stages": 2}, "mask_seed=1", "Set mask_ratio above 0"),
+    ({"wire_dtype": "float16"}, "wire_dtype='float16'", "Set pipeline_stages to 2"),
+    ({**DENSE, "wire_dtype": "bfloat16", "pipeline_stages": 1}, "wire_dtype='bfloat16'", "Set pipeline_stages to 2"),
+    ({**DENSE, "exact_first_token": True}, "exact_first_token=True", "Use it with random_mask or transform"),
+    ({**DENSE, "boundary_predictor": "mean"}, "boundary_predictor='mean'", "Use it with random_mask or transform"),
+    ({**DENSE, "mask_seed": 1}, "mask_seed=1", "Use it with random_mask"),
+    ({"calibration_tokens": 0}, "calibration_tokens=0", "Use 1"),
     ({"pipeline_stages": 0}, "pipeline_stages=0", "Use 1"),
     ({"pipeline_chunks_per_rank": 0}, "pipeline_chunks_per_rank=0", "Use 1"),
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0", "Use 1"),
@@ -121,13 +125,26 @@ def test_sharding_by_the_launcher_is_refused(make, monkeypatch):
 
 
 def test_presets_fill_only_what_is_unset(make):
-    dense, paper = make(pipeline_stages=2), make(pipeline_stages=2, preset="paper")
-    fields = ("mask_ratio", "exact_first_token", "boundary_predictor", "wire_dtype")
-    assert [getattr(dense, name) for name in fields] == [0.0, False, "none", "float32"]
-    assert [getattr(paper, name) for name in fields] == [0.95, False, "none", "bfloat16"]
-    mixed = make(pipeline_stages=2, preset="paper", mask_ratio=0.9, exact_first_token=True, wire_dtype="float32")
-    assert [getattr(mixed, name) for name in fields] == [0.9, True, "none", "float32"]
-    assert make(pipeline_stages=2, bf16=True).wire_dtype == "bfloat16"
+    fields = (
+        "boundary_codec",
+        "mask_ratio",
+        "boundary_budget",
+        "exact_first_token",
+        "boundary_predictor",
+        "wire_dtype",
+    )
+
+    def filled(**given) -> list:
+        return [getattr(make(pipeline_stages=2, **given), name) for name in fields]
+
+    assert filled() == filled(preset="anchored") == ["transform", 0.0, 0.05, True, "token", "bfloat16"]
+    assert filled(preset="dense") == ["none", 0.0, None, False, "none", "float32"]
+    assert filled(preset="paper") == ["random_mask", 0.95, None, False, "none", "bfloat16"]
+    mixed = filled(preset="paper", mask_ratio=0.9, exact_first_token=True, wire_dtype="float32")
+    assert mixed == ["random_mask", 0.9, None, True, "none", "float32"]
+    mixed = filled(boundary_budget=0.1, exact_first_token=False, boundary_predictor="mean")
+    assert mixed == ["transform", 0.0, 0.1, False, "mean", "bfloat16"]
+    assert filled(preset="dense", bf16=True)[-1] == "bfloat16"
 
 
 def test_sub_configs_hold_what_was_given(make):
@@ -140,6 +157,10 @@ def test_sub_configs_hold_what_was_given(make):
     assert (mesh.microbatches, mesh.emulated, mesh.timeout_seconds) == (6, True, 7.5)
     assert (boundary.mask_ratio, boundary.mask_seed) == (0.5, 11)
     assert make(pipeline_stages=2, mask_ratio=0.5, mask_seed=0, seed=11).boundary_config().mask_seed == 0
+    calibrated = dict(boundary_budget=0.1, forward_share=0.6, loss_weighted=False, boundary_predictor="mean")
+    boundary = make(pipeline_stages=2, **calibrated).boundary_config()
+    assert (boundary.codec, boundary.budget, boundary.forward_share) == ("transform", 0.1, 0.6)
+    assert (boundary.loss_weighted, boundary.predictor, boundary.exact_first_token) == (False, "mean", True)
     assert args.train_batch_size == 24  # one process reads for both replicas
 
 
@@ -185,10 +206,12 @@ def test_command_line_and_yaml_give_the_same(tmp_path, monkeypatch):
     assert (parsed.link_timeout_seconds, parsed.ddp_timeout) == (30.0, 60)
 
 
-def test_a_bare_flag_switches_exact_first_token_on(tmp_path):
-    words = f"--output_dir {tmp_path} --use_cpu --pipeline_stages 2 --mask_ratio 0.5 --exact_first_token".split()
+def test_bare_flags_switch_on(tmp_path):
+    words = f"--output_dir {tmp_path} --use_cpu --pipeline_stages 2 --exact_first_token --loss_weighted".split()
     (parsed,) = parser().parse_args_into_dataclasses(words)
-    assert parsed.exact_first_token is True
+    assert parsed.exact_first_token is True and parsed.loss_weighted is True
+    (parsed,) = parser().parse_args_into_dataclasses([*words, "false"])
+    assert parsed.loss_weighted is False
 
 
 def test_wrong_choices_are_refused_on_the_command_line_too(tmp_path, capsys):
@@ -213,6 +236,9 @@ def test_every_added_field_has_help():
         {},
         {"bf16": True},
         {"pipeline_stages": 2, "data_parallel_replicas": 2},
+        {"preset": "dense", "bf16": True},
+        {"pipeline_stages": 2, "boundary_budget": 0.1, "forward_share": 0.5, "loss_weighted": False},
+        {"pipeline_stages": 2, "boundary_codec": "random_mask", "boundary_budget": 0.1, "boundary_predictor": "token"},
         {"pipeline_stages": 2, "preset": "paper", "exact_first_token": True, "mask_seed": 3},
         {"pipeline_stages": 2, "mask_ratio": 0.5, "boundary_predictor": "mean", "pipeline_split": "1,2"},
         INTERLEAVED,

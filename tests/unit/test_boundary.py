@@ -1,16 +1,23 @@
-"""BoundarySend and BoundaryReceive against a dense masked tensor, forward and backward."""
+"""BoundarySend and BoundaryReceive against a dense masked tensor, forward and backward; coded ends: test_coder.py."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_meshadapt.boundary.module import BoundaryReceive, BoundarySend, packed_shape
+from hf_meshadapt.boundary.fitting import BoundaryFit
+from hf_meshadapt.boundary.module import BoundaryReceive, BoundarySend, first_position, wire_tensors
 from hf_meshadapt.boundary.prf import boundary_key, kept_indices, microbatch_key
+from hf_meshadapt.boundary.sequence_coder import FIRST, TOKEN
 from hf_meshadapt.config import BoundaryConfig
 
 KEY = microbatch_key(0, 1, 0, 2, 3)
 BOUNDARY = 1
+VOCAB, FEATURES = 11, 3
+
+
+def masked(ratio: float, **fields) -> BoundaryConfig:
+    return BoundaryConfig("random_mask", mask_ratio=ratio, **fields)
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +29,20 @@ def one_thread():
 
 
 def make_ends(config: BoundaryConfig, hidden_size: int) -> tuple[BoundarySend, BoundaryReceive]:
-    send, receive = BoundarySend(config, BOUNDARY, hidden_size), BoundaryReceive(config, BOUNDARY, hidden_size)
-    if config.predictor == "mean":
-        receive.set_fill_from(torch.cat([torch.randn(hidden_size, dtype=torch.float64) * 3, torch.ones(1)]))
-    return send, receive
+    ends = BoundarySend(config, BOUNDARY, hidden_size), BoundaryReceive(config, BOUNDARY, hidden_size)
+    if config.predictor != "none":
+        num_features = 1 if config.predictor == "mean" else 2 * FEATURES + 1
+        fit = BoundaryFit(torch.randn(num_features, hidden_size) * 3, None, None, 0.0)
+        table = torch.randn(VOCAB, FEATURES, dtype=torch.bfloat16)
+        for end in ends:
+            end.set_fit(fit, table)
+    return ends
+
+
+def kinds(length: int, first_token: torch.Tensor | None) -> torch.Tensor | None:
+    if first_token is None:
+        return None
+    return torch.where(torch.arange(length) == first_token.unsqueeze(1), FIRST, TOKEN).to(torch.int8)
 
 
 def sent_mask(config: BoundaryConfig, batch, length, hidden_size, first_token) -> torch.Tensor:
@@ -54,18 +71,22 @@ def check_against_oracle(config, batch, length, hidden_size, dtype, first_token)
     hidden = torch.randn(batch, length, hidden_size, dtype=dtype, requires_grad=True)
     copy = hidden.detach().clone().requires_grad_()
     weight = torch.randn(batch, length, hidden_size, dtype=dtype)
+    token_ids = torch.randint(VOCAB, (batch, length))
+    kind = kinds(length, first_token)
 
-    packed = send(hidden, KEY, first_token)
+    (packed,) = send(hidden, KEY, token_ids, kind)
     packed.retain_grad()
-    received = receive(packed, KEY, first_token, length, dtype)
+    received = receive((packed,), KEY, token_ids, kind, length, dtype)
     (received * weight).sum().backward()
 
     mask = sent_mask(config, batch, length, hidden_size, first_token)
-    expected = oracle(copy, mask, receive.fill, config, dtype)
+    fill = torch.zeros(()) if config.predictor == "none" else receive.coder.predict(token_ids)
+    expected = oracle(copy, mask, fill, config, dtype)
     (expected * weight).sum().backward()
 
     assert packed.dtype == packed.grad.dtype == getattr(torch, config.wire_dtype)
-    assert packed.shape == send.packed_shape(batch, length, True) == receive.packed_shape(batch, length, True)
+    (on_wire,) = wire_tensors(config, hidden_size, batch, length, True, "meta")
+    assert (packed.shape, packed.dtype) == (on_wire.shape, on_wire.dtype)
     assert packed[0].numel() == config.values_per_sequence(length, hidden_size)
     assert received.dtype == dtype
     assert torch.equal(received, expected)
@@ -82,12 +103,12 @@ def check_against_oracle(config, batch, length, hidden_size, dtype, first_token)
     wire_dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     exact=st.booleans(),
-    predictor=st.sampled_from(["none", "mean"]),
+    predictor=st.sampled_from(["none", "mean", "token"]),
     data=st.data(),
 )
 def test_equals_the_oracle(batch, length, hidden_size, mask_ratio, wire_dtype, dtype, exact, predictor, data):
     torch.manual_seed(0)
-    config = BoundaryConfig(mask_ratio, 0, exact, predictor, wire_dtype)
+    config = masked(mask_ratio, exact_first_token=exact, predictor=predictor, wire_dtype=wire_dtype)
     positions = st.none() | st.lists(st.integers(0, length - 1), min_size=batch, max_size=batch).map(torch.tensor)
     check_against_oracle(config, batch, length, hidden_size, dtype, data.draw(positions))
 
@@ -96,46 +117,58 @@ def test_equals_the_oracle(batch, length, hidden_size, mask_ratio, wire_dtype, d
 @pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
 def test_equals_the_oracle_at_the_size_of_a_real_model(exact, wire_dtype):
     torch.manual_seed(0)
-    config = BoundaryConfig(0.95, 0, exact, "mean", wire_dtype)
+    config = masked(0.95, exact_first_token=exact, predictor="mean", wire_dtype=wire_dtype)
     check_against_oracle(config, 3, 16, 576, torch.float32, torch.tensor([0, 5, 15]))
 
 
 def test_layout_with_an_exact_first_token():
     """The other tokens' kept values in order, then the exact token."""
-    config = BoundaryConfig(mask_ratio=0.75, exact_first_token=True)
+    config = masked(0.75, exact_first_token=True)
     hidden = torch.randn(2, 4, 8)
-    packed = BoundarySend(config, BOUNDARY, 8)(hidden, KEY, torch.tensor([2, 0]))
+    (packed,) = BoundarySend(config, BOUNDARY, 8)(hidden, KEY, None, kinds(4, torch.tensor([2, 0])))
     kept = kept_indices(boundary_key(KEY, BOUNDARY), 8, 8, 2, "cpu").view(2, 4, 2)
     values = hidden.gather(2, kept)
     assert torch.equal(packed[0], torch.cat([values[0, [0, 1, 3]].flatten(), hidden[0, 2]]))
     assert torch.equal(packed[1], torch.cat([values[1, 1:].flatten(), hidden[1, 0]]))
 
 
+def test_first_position():
+    assert first_position(None) is None
+    kind = torch.tensor([[FIRST, TOKEN, TOKEN], [0, FIRST, TOKEN], [FIRST, TOKEN, FIRST], [TOKEN, TOKEN, TOKEN]])
+    # A packed row's own first one; a row that continues a sequence has none, and its position 0 stands in.
+    assert first_position(kind).tolist() == [0, 1, 0, 0]
+
+
 def test_packed_gradient_is_the_dense_gradient_on_the_sent_entries():
-    config = BoundaryConfig(mask_ratio=0.9, exact_first_token=True, wire_dtype="bfloat16")
+    config = masked(0.9, exact_first_token=True, wire_dtype="bfloat16")
     send, receive = make_ends(config, 64)
-    first_token = torch.tensor([1, 0, 3])
-    packed = torch.randn(send.packed_shape(3, 5, True)).bfloat16().requires_grad_()
+    kind = kinds(5, torch.tensor([1, 0, 3]))
+    (wire,) = wire_tensors(config, 64, 3, 5, True, "cpu")
+    packed = torch.randn(wire.shape).bfloat16().requires_grad_()
     gradient = torch.randn(3, 5, 64)
-    receive(packed, KEY, first_token, 5, torch.float32).backward(gradient)
-    assert torch.equal(packed.grad, send(gradient, KEY, first_token))
+    receive((packed,), KEY, None, kind, 5, torch.float32).backward(gradient)
+    assert torch.equal(packed.grad, send(gradient, KEY, None, kind)[0])
 
 
-def test_no_gradient_reaches_the_fill():
-    _, receive = make_ends(BoundaryConfig(mask_ratio=0.5, predictor="mean"), 8)
-    receive.fill.requires_grad_()
-    packed = torch.randn(receive.packed_shape(1, 3, True), requires_grad=True)
-    receive(packed, KEY, None, 3, torch.float32).sum().backward()
-    assert receive.fill.grad is None
+@pytest.mark.parametrize("predictor", ["mean", "token"])
+def test_no_gradient_reaches_the_fill(predictor):
+    config = masked(0.5, predictor=predictor)
+    _, receive = make_ends(config, 8)
+    receive.coder.fit.weights.requires_grad_()
+    (packed,) = wire_tensors(config, 8, 1, 3, True, "cpu")
+    packed = torch.randn(packed.shape, requires_grad=True)
+    receive((packed,), KEY, torch.tensor([[1, 2, 3]]), None, 3, torch.float32).sum().backward()
+    assert receive.coder.fit.weights.grad is None
+    assert torch.equal(packed.grad, torch.ones_like(packed))
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_second_derivative(exact):
-    send, receive = make_ends(BoundaryConfig(mask_ratio=0.5, exact_first_token=exact), 4)
+    send, receive = make_ends(masked(0.5, exact_first_token=exact), 4)
     hidden = torch.randn(1, 2, 4, requires_grad=True)
 
     def loss(hidden):
-        return (receive(send(hidden, KEY), KEY, None, 2, torch.float32) ** 3).sum()
+        return (receive(send(hidden, KEY), KEY, None, None, 2, torch.float32) ** 3).sum()
 
     (first,) = torch.autograd.grad(loss(hidden), hidden, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), hidden)
@@ -143,87 +176,74 @@ def test_second_derivative(exact):
     torch.testing.assert_close(second, torch.where(mask, 6 * hidden.detach(), torch.zeros(())))
 
 
-@pytest.mark.parametrize("mask_ratio, training", [(0.95, False), (0.0, True), (0.0, False)])
-def test_dense_when_evaluating_or_not_masked(mask_ratio, training):
-    config = BoundaryConfig(mask_ratio, exact_first_token=True, predictor="mean", wire_dtype="bfloat16")
+UNCODED = [
+    (BoundaryConfig(wire_dtype="bfloat16"), True),
+    (BoundaryConfig(wire_dtype="bfloat16"), False),
+    (masked(0.95, exact_first_token=True, predictor="mean", wire_dtype="bfloat16"), False),
+    (
+        BoundaryConfig("transform", exact_first_token=True, predictor="token", wire_dtype="bfloat16", budget=0.05),
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize("config,training", UNCODED, ids=lambda value: getattr(value, "codec", str(value)))
+def test_dense_when_evaluating_or_not_coded(config, training):
+    """Without a calibration too: it comes from such passes."""
     send, receive = BoundarySend(config, 0, 32).train(training), BoundaryReceive(config, 0, 32).train(training)
     hidden = torch.randn(2, 3, 32, requires_grad=True)
-    packed = send(hidden, KEY)
-    assert packed.shape == (2, 3, 32) == send.packed_shape(2, 3, masked=training)
-    assert packed.dtype == torch.bfloat16
-    received = receive(packed, KEY, None, 3, torch.float32)
+    packed = send(hidden)
+    assert [p.shape for p in packed] == [(2, 3, 32)]
+    assert packed[0].dtype == torch.bfloat16
+    received = receive(packed, 0, None, None, 3, torch.float32)
     assert torch.equal(received, hidden.bfloat16().float())
     received.sum().backward()
     assert torch.equal(hidden.grad, torch.ones_like(hidden))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("mask_ratio", [0.0, 0.5, 0.95])
-def test_packed_shape_agrees_with_the_byte_count(mask_ratio, exact, masked):
-    config = BoundaryConfig(mask_ratio, exact_first_token=exact)
-    shape = packed_shape(config, 576, 4, 17, masked)
-    assert shape[0] == 4
-    assert torch.Size(shape).numel() == 4 * config.values_per_sequence(17, 576, masked)
-    assert BoundarySend(config, 0, 576).packed_shape(4, 17, masked) == shape
+@pytest.mark.parametrize("codec", ["none", "random_mask", "transform"])
+@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+def test_wire_tensors_agree_with_the_byte_count(codec, exact, coded, wire_dtype):
+    config = BoundaryConfig(codec, 0.9, exact_first_token=exact, wire_dtype=wire_dtype, budget=0.05)
+    tensors = wire_tensors(config, 576, 4, 17, coded, "cpu")
+    assert all(len(tensor) == 4 for tensor in tensors)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    if coded and codec == "transform":  # the carrier's gradient travels back
+        assert sizes == [4 * config.sequence_bytes(17, 576, way) for way in ("forward", "backward")]
+    else:
+        dense_bytes = 4 * 17 * 576 * config.wire_bytes
+        assert sizes == [4 * config.sequence_bytes(17, 576, "forward") if coded else dense_bytes]
 
 
 def test_boundaries_and_microbatches_send_different_entries():
-    config = BoundaryConfig(mask_ratio=0.9)
+    config = masked(0.9)
     hidden = torch.arange(576.0).expand(1, 4, 576)
     sends = [BoundarySend(config, boundary, 576) for boundary in range(2)]
-    packed = [sends[0](hidden, KEY), sends[1](hidden, KEY), sends[0](hidden, microbatch_key(0, 1, 0, 2, 4))]
+    packed = [sends[0](hidden, KEY)[0], sends[1](hidden, KEY)[0], sends[0](hidden, microbatch_key(0, 1, 0, 2, 4))[0]]
     assert not any(torch.equal(packed[i], packed[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
-    assert torch.equal(packed[0], sends[0](hidden, KEY))
+    assert torch.equal(packed[0], sends[0](hidden, KEY)[0])
 
 
-def test_ends_in_different_modes_are_refused():
-    send, receive = make_ends(BoundaryConfig(mask_ratio=0.9), 32)
-    receive.eval()
-    with pytest.raises(ValueError, match="boundary 1 received values of shape .* eval mode"):
-        receive(send(torch.randn(2, 3, 32), KEY), KEY, None, 3, torch.float32)
+@pytest.mark.parametrize("codec", ["random_mask", "transform"])
+@pytest.mark.parametrize("receiver_codes", [False, True])
+def test_ends_in_different_modes_are_refused(codec, receiver_codes):
+    config = BoundaryConfig(codec, mask_ratio=0.9, budget=0.05)
+    receive = BoundaryReceive(config, 1, 32).train(receiver_codes)
+    packed = wire_tensors(config, 32, 2, 3, not receiver_codes, "cpu")
+    mode = "train" if receiver_codes else "eval"
+    with pytest.raises(ValueError, match=f"boundary 1 received tensors of shapes .* {mode} mode for sequences of 3"):
+        receive(packed, KEY, None, None, 3, torch.float32)
 
 
-class TestCalibration:
-    config = BoundaryConfig(mask_ratio=0.5, predictor="mean")
-
-    def test_mean_of_the_observed_tokens(self):
-        receive = BoundaryReceive(self.config, 0, 6)
-        assert torch.equal(receive.calibration_sums(), torch.zeros(7, dtype=torch.float64))
-        batches = [torch.randn(2, 5, 6), torch.randn(3, 4, 6).bfloat16()]
-        masks = [torch.rand(hidden.shape[:2]) > 0.4 for hidden in batches]
-        for hidden, mask in zip(batches, masks):
-            receive.observe(hidden.requires_grad_(), mask)
-        tokens = torch.cat([hidden.detach()[mask].double() for hidden, mask in zip(batches, masks)])
-        sums = receive.calibration_sums()
-        assert sums.dtype == torch.float64 and not sums.requires_grad
-        torch.testing.assert_close(sums, torch.cat([tokens.sum(0), torch.tensor([float(len(tokens))]).double()]))
-        # Two replicas that saw the same add up to the same mean.
-        receive.set_fill_from(2 * sums)
-        assert receive.calibrated and receive.fill.dtype == torch.float32
-        torch.testing.assert_close(receive.fill, tokens.mean(0).float())
-        assert not receive.calibration_sums().any()
-
-    def test_sums_stay_in_float64_when_the_module_is_cast(self):
-        receive = BoundaryReceive(self.config, 0, 6)
-        receive.observe(torch.randn(2, 5, 6), torch.ones(2, 5, dtype=torch.bool))
-        sums = receive.calibration_sums()
-        assert torch.equal(receive.bfloat16().calibration_sums(), sums)
-
-    def test_masked_forward_before_calibration_is_refused(self):
-        receive = BoundaryReceive(self.config, 3, 6)
-        packed = torch.randn(receive.packed_shape(1, 2, True))
-        with pytest.raises(RuntimeError, match="boundary 3 .* never calibrated"):
-            receive(packed, KEY, None, 2, torch.float32)
-
-    def test_no_token_is_refused(self):
-        receive = BoundaryReceive(self.config, 0, 6)
-        receive.observe(torch.randn(1, 2, 6), torch.zeros(1, 2, dtype=torch.bool))
-        with pytest.raises(ValueError, match="no token"):
-            receive.set_fill_from(receive.calibration_sums())
-
-    def test_state_dict_keeps_the_calibration(self):
-        _, receive = make_ends(self.config, 6)
-        other = BoundaryReceive(self.config, 0, 6)
-        other.load_state_dict(receive.state_dict())
-        assert other.calibrated and torch.equal(other.fill, receive.fill)
+@pytest.mark.parametrize("codec,predictor", [("random_mask", "mean"), ("random_mask", "token"), ("transform", "mean")])
+def test_coding_before_a_calibration_is_refused(codec, predictor):
+    config = BoundaryConfig(codec, 0.5, predictor=predictor, budget=0.1)
+    packed = wire_tensors(config, 6, 1, 20, True, "cpu")
+    message = f"boundary 3 needs a calibration .*codec {codec}, predictor {predictor}.*run one, or load the state"
+    with pytest.raises(RuntimeError, match=message):
+        BoundaryReceive(config, 3, 6)(packed, KEY, None, None, 20, torch.float32)
+    if config.straight_through:
+        with pytest.raises(RuntimeError, match=message):
+            BoundarySend(config, 3, 6)(torch.randn(1, 20, 6), KEY, None, None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_meshadapt.config import BoundaryConfig, MeshConfig
 from hf_meshadapt.planner import GLOO_MESSAGE_BYTES, PLAN_AXES, ModelShape, all_reduce_links, byte_plan
 
-M95 = BoundaryConfig(mask_ratio=0.95, wire_dtype="bfloat16")
+M95 = BoundaryConfig("random_mask", mask_ratio=0.95, wire_dtype="bfloat16")
 
 
 def model_of(num_chunks: int, **changes) -> ModelShape:
@@ -47,9 +47,30 @@ def test_pipeline_bytes_by_boundary_and_direction():
 
 
 def test_an_exact_first_token_travels_whole():
-    boundary = BoundaryConfig(mask_ratio=0.9, exact_first_token=True)
+    boundary = BoundaryConfig("random_mask", mask_ratio=0.9, exact_first_token=True)
     plan = byte_plan(model_of(2, hidden_size=100), MeshConfig(stages=2), boundary, sequences=2, length=11)
     assert plan.boundary_bytes(0, "forward") == 2 * (100 + 10 * 10) * 4
+
+
+def test_a_transform_boundary_spends_its_budget_three_to_one():
+    boundary = BoundaryConfig("transform", budget=0.05, wire_dtype="bfloat16")
+    plan = byte_plan(model_of(2, hidden_size=100), MeshConfig(stages=2), boundary, sequences=3, length=10)
+    dense_bytes = 3 * 10 * 100 * 2  # of one direction
+    assert plan.boundary_bytes(0, "forward") == 0.075 * dense_bytes
+    assert plan.boundary_bytes(0, "backward") == 0.025 * dense_bytes
+    assert plan.ratio_to_dense("pipeline") == 0.05
+    assert plan.dense().axis_bytes("pipeline") == 2 * dense_bytes
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0.001, 1.0), st.floats(0.01, 0.99), st.integers(1, 3000), st.integers(1, 4096))
+def test_both_directions_together_stay_within_the_budget(budget, share, length, hidden_size):
+    boundary = BoundaryConfig("transform", budget=budget, forward_share=share)
+    spent = {way: boundary.sequence_bytes(length, hidden_size, way) for way in ("forward", "backward")}
+    wanted = budget * 2 * length * hidden_size * 2
+    assert wanted - 4 < sum(spent.values()) <= wanted * (1 + 1e-12)
+    assert spent["forward"] == pytest.approx(share * wanted, abs=2.001)
+    assert all(count % 2 == 0 for count in spent.values())  # the gradient's bytes travel as bfloat16
 
 
 def test_interleaved_chunks_go_round_the_stages():
@@ -141,9 +162,12 @@ def plans(draw):
         gradient_bytes=draw(st.sampled_from([2, 4])),
     )
     boundary = BoundaryConfig(
+        codec=draw(st.sampled_from(["none", "random_mask", "transform"])),
         mask_ratio=draw(st.floats(0, 0.999)),
         exact_first_token=draw(st.booleans()),
         wire_dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        budget=draw(st.floats(0.001, 1.0)),
+        forward_share=draw(st.floats(0.1, 0.9)),
     )
     sequences = mesh.microbatches * draw(st.integers(1, 3))
     length, accumulation = draw(st.integers(1, 20)), draw(st.integers(1, 3))
@@ -152,7 +176,7 @@ def plans(draw):
 
 @settings(max_examples=100, deadline=None)
 @given(plans())
-def test_masks_never_increase_bytes_and_leave_other_axes_alone(plan):
+def test_codecs_never_increase_bytes_and_leave_other_axes_alone(plan):
     for axis in PLAN_AXES:
         assert plan.axis_bytes(axis) <= plan.dense().axis_bytes(axis)
         assert axis == "pipeline" or plan.ratio_to_dense(axis) == 1.0

@@ -1,0 +1,114 @@
+"""Held-out loss of SmolLM2-135M after a short fine-tuning through each kind of boundary, in the emulated mesh.
+
+Paired runs: every configuration starts from the same weights and reads the same problems in the same order; seeds
+differ in the order of the data. Evaluation is uncoded. Rows already in the results file are kept, so that the study
+can be run in pieces: `python -m benchmarks.boundary_quality --stage headline --minutes 60`.
+
+Gap closed is (loss before - loss) / (loss before - dense loss), against the dense runs of the same seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from .common import RESULTS, write_result
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
+STEPS, PROBLEMS, HELD_OUT, MAX_LENGTH = 40, 4, 48, 320
+NAME = "boundary_quality"
+
+# Named configurations: trainer arguments beside the common ones.
+CONFIGURATIONS: dict[str, dict] = {
+    "dense": {"preset": "dense"},
+    "mask95_zero": {"preset": "paper"},
+    "mask95_mean": {"preset": "paper", "exact_first_token": True, "boundary_predictor": "mean"},
+    "transform_5": {"preset": "anchored"},
+    "transform_5_plain": {"preset": "anchored", "loss_weighted": False},
+    "transform_5_mean": {"preset": "anchored", "boundary_predictor": "mean"},
+    "transform_10": {"preset": "anchored", "boundary_budget": 0.1},
+}
+# (configuration, stages, learning rate, seed) by part of the study, in the order of their worth.
+STUDY: dict[str, list[tuple[str, int, float, int]]] = {
+    "headline": [(name, 4, 1e-4, 0) for name in ("dense", "transform_5", "mask95_zero", "transform_10")],
+}
+
+
+def load_data():
+    sys.path.insert(0, str(ROOT / "examples"))
+    from finetune_gsm8k import ScriptArguments, load_splits, tokenize
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    script = ScriptArguments(model_name_or_path=str(MODEL), max_length=MAX_LENGTH)
+    train, held_out = load_splits(script)
+    return tokenizer, tokenize(train, 1000, tokenizer, script), tokenize(held_out, HELD_OUT, tokenizer, script)
+
+
+def run(name: str, stages: int, learning_rate: float, seed: int, data, steps: int = STEPS, **extra) -> dict:
+    """One training run; returns its row."""
+    from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+
+    from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
+
+    tokenizer, train, held_out = data
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        args = MeshAdaptArguments(
+            output_dir=folder, pipeline_stages=stages, per_device_train_batch_size=PROBLEMS, pipeline_microbatches=1,
+            per_device_eval_batch_size=8, max_steps=steps, learning_rate=learning_rate, lr_scheduler_type="constant",
+            bf16=True, use_cpu=True, seed=seed, save_strategy="no", report_to="none", disable_tqdm=True,
+            logging_steps=10, **CONFIGURATIONS.get(name, {}), **extra,
+        )  # fmt: skip
+        trainer = MeshAdaptTrainer(
+            model=AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"),
+            args=args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            data_collator=DataCollatorForSeq2Seq(tokenizer),
+        )
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        after = trainer.evaluate()["eval_loss"]
+        report = trainer.mesh_report()
+    boundary = args.boundary_config()
+    return {
+        "configuration": name, "codec": boundary.codec, "predictor": boundary.predictor,
+        "budget": boundary.budget or 1.0 - boundary.mask_ratio, "forward_share": boundary.forward_share,
+        "anchor_every": None, "stages": stages, "corpus": "gsm8k", "learning_rate": learning_rate, "seed": seed,
+        "steps": steps, "loss_before": before, "loss": after,
+        "train_loss": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "planned_bytes_per_token": report["planned_bytes_per_token"],
+        "bytes_ratio_to_dense": report["bytes_ratio_to_dense"]["pipeline"],
+        "seconds": time.monotonic() - started, **extra,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stage", choices=list(STUDY), default="headline")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no further run after so long")
+    options = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    path = RESULTS / f"{NAME}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    keys = ("configuration", "stages", "learning_rate", "seed", "steps")
+    done = {tuple(row[key] for key in keys) for row in rows}
+    data, deadline = load_data(), time.monotonic() + 60 * options.minutes
+    for name, stages, learning_rate, seed in STUDY[options.stage]:
+        if (name, stages, learning_rate, seed, STEPS) in done or time.monotonic() > deadline:
+            continue
+        row = run(name, stages, learning_rate, seed, data)
+        rows.append(row)
+        print(json.dumps({key: row[key] for key in (*keys, "loss", "seconds")}), flush=True)
+        write_result(NAME, rows, seeds=sorted({row["seed"] for row in rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What every chunk knows about the positions of a batch."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
+from hf_meshadapt.pipeline.microbatch import largest_divisor, mask_rows, pad_rows, token_kinds
+
+NAMES = {PADDING: ".", TOKEN: "t", FIRST: "F", TARGET: "T"}
+
+
+def kinds(labels: list[list[int]], **inputs) -> list[str]:
+    """One letter per position; a label of 0 stands for none."""
+    labels = torch.tensor(labels)
+    batch = {"labels": labels.masked_fill(labels == 0, -100)}
+    kind = token_kinds(batch | {name: torch.tensor(value) for name, value in inputs.items()})
+    assert kind.dtype == torch.int8 and kind.shape == labels.shape
+    return ["".join(NAMES[k] for k in row) for row in kind.tolist()]
+
+
+def test_a_position_is_a_target_where_the_next_one_has_a_label():
+    assert kinds([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]) == ["FTTt", "FTTt", "Fttt"]
+
+
+def test_padding_on_either_side():
+    mask = [[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]]
+    assert kinds([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]], attention_mask=mask) == ["FTt..", "..FTt"]
+    # A row that is all padding, as a collator may leave it.
+    assert kinds([[0, 0]], attention_mask=[[0, 0]]) in (["F."], [".."])
+
+
+def test_packed_rows_have_a_first_token_per_sequence():
+    positions = [[0, 1, 2, 0, 1], [2, 3, 0, 1, 0]]
+    assert kinds([[0, 1, 1, 0, 1], [1, 1, 0, 1, 0]], position_ids=positions) == ["FTtFt", "TtFtF"]
+
+
+def test_positions_of_padding_are_no_sequence():
+    packed = dict(position_ids=[[0, 0, 0, 1, 2]], attention_mask=[[0, 0, 1, 1, 1]])
+    assert kinds([[0, 0, 1, 1, 1]], **packed) == ["..FTt"]
+
+
+def test_rows_that_fill_a_batch_up_have_no_label():
+    batch = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([[1, 2], [3, 4]])}
+    padded = pad_rows(batch, 4)
+    assert padded["input_ids"].tolist() == [[1, 2], [3, 4], [1, 2], [1, 2]]
+    assert padded["labels"].tolist() == [[1, 2], [3, 4], [-100, -100], [-100, -100]]
+    assert pad_rows(batch, 2) is batch
+    assert mask_rows(batch, 1)["labels"].tolist() == [[1, 2], [-100, -100]]
+    assert batch["labels"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_largest_divisor():
+    assert [largest_divisor(number, 4) for number in (1, 4, 6, 7, 8)] == [1, 4, 3, 1, 4]
