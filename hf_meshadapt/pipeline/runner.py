@@ -21,7 +21,7 @@ from ..boundary.observer import Observer
 from ..config import BoundaryConfig, MeshConfig
 from .assembly import ModelParts
 from .microbatch import Batch, largest_divisor, pad_rows, token_kinds
-from .schedule import EarlyReceiveSchedule, NamedInterleavedSchedule, Waiter
+from .schedule import Waiter, make_schedule
 from .torch_internals import fix_buckets
 from .wire_stage import WireStage
 
@@ -194,9 +194,7 @@ class PipelineRunner(Runner):
             )
             for chunk in self.parts.stages
         ]
-        if self.mesh.schedule == "interleaved":
-            return NamedInterleavedSchedule(stages, count, loss_output, self.waiter), stages
-        return EarlyReceiveSchedule(stages[0], count, loss_output, self.mesh.schedule, self.waiter), stages
+        return make_schedule(self.mesh.schedule, stages, count, loss_output, self.waiter), stages
 
 
 def loss_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,14 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 
 from ..waiting import Waiter
-from .torch_internals import ScheduleGPipe, ScheduleInterleaved1F1B
+from .torch_internals import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from .wire_stage import WireStage
 
 # An action is ("F" | "B", microbatch), and where it matters of which chunk ("F" | "B", chunk, microbatch).
 Action = tuple[str, int]
 ChunkAction = tuple[str, int, int]
+# What `Waiter.wait` takes: works, our chunk, the peer's, what is awaited.
+Transfer = tuple[list[dist.Work], int, int, str]
 
 
 def gpipe_order(num_microbatches: int, stage: int, num_stages: int) -> list[Action]:
@@ -64,27 +66,26 @@ class EarlyReceives:
         return self.waiter.naming(self.waiter.describe(stage.stage_index), f"an exchange with {' or '.join(peers)}")
 
     def run_passes(self, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs) -> None:
-        arrivals = self._post_receives()
-        sends: list[tuple[list[dist.Work], int, int, str]] = []
+        arrivals, sends = self._post_receives(), []
         for kind, chunk, i in self.plans[next(iter(self.chunks.values())).group_rank]:
-            stage, arrival = self.chunks[chunk], arrivals.get((kind, chunk, i), [])
+            stage = self.chunks[chunk]
             if kind == "F":
-                self.waiter.wait(arrival, chunk, chunk - 1, f"the activation of microbatch {i} from")
+                self._wait(arrivals.get((kind, chunk, i)))
                 output = stage.forward_one_chunk(i, arg_mbs[i], kwarg_mbs[i], save_forward_output=return_outputs)
-                works = _start(stage.get_fwd_send_ops(i))
-                sends.append((works, chunk, chunk + 1, f"sending the activation of microbatch {i} to"))
+                ops, awaited = stage.get_fwd_send_ops(i), f"sending the activation of microbatch {i} to"
+                sends.append(self._start(ops, chunk, chunk + 1, awaited))
                 self._maybe_compute_loss(stage, output, target_mbs, i, loss_kwargs)
             elif self._has_backward:
-                self.waiter.wait(arrival, chunk, chunk + 1, f"the gradient of microbatch {i} from")
+                self._wait(arrivals.get((kind, chunk, i)))
                 loss = self._maybe_get_loss(stage, i)
                 stage.backward_one_chunk(i, loss=loss, last_backward=i == self._n_microbatches - 1)
-                works = _start(stage.get_bwd_send_ops(i))
-                sends.append((works, chunk, chunk - 1, f"sending the gradient of microbatch {i} to"))
-        for works, chunk, peer, awaited in sends:
-            self.waiter.wait(works, chunk, peer, awaited)
+                ops, awaited = stage.get_bwd_send_ops(i), f"sending the gradient of microbatch {i} to"
+                sends.append(self._start(ops, chunk, chunk - 1, awaited))
+        for transfer in sends:
+            self._wait(transfer)
         self._update_losses(list(self.chunks.values()), losses)
 
-    def _post_receives(self) -> dict[ChunkAction, list[dist.Work]]:
+    def _post_receives(self) -> dict[ChunkAction, Transfer]:
         """All receives, by the action that needs them."""
         arrivals = {}
         # In the order in which each peer sends: messages of several chunks share a link and carry no name.
@@ -93,20 +94,27 @@ class EarlyReceives:
             if chunk in self.chunks:
                 stage = self.chunks[chunk]
                 ops = stage.get_fwd_recv_ops(i) if kind == "F" else stage.get_bwd_recv_ops(i)
-                arrivals[kind, chunk, i] = _start(ops)
+                what = "activation" if kind == "F" else "gradient"
+                arrivals[kind, chunk, i] = self._start(ops, chunk, sender, f"the {what} of microbatch {i} from")
         return arrivals
 
+    def _start(self, ops: list[dist.P2POp], chunk: int, peer: int, awaited: str) -> Transfer:
+        # Over a link that is down already this fails, before any wait.
+        with self.waiter.naming(self.waiter.describe(chunk), f"{awaited} {self.waiter.describe(peer)}"):
+            works = [
+                op.op(
+                    op.tensor,
+                    group=op.group,
+                    tag=op.tag,
+                    **{"group_dst" if op.op is dist.isend else "group_src": op.group_peer},
+                )
+                for op in ops
+            ]
+        return works, chunk, peer, awaited
 
-def _start(ops: list[dist.P2POp]) -> list[dist.Work]:
-    return [
-        op.op(
-            op.tensor,
-            group=op.group,
-            tag=op.tag,
-            **{"group_dst" if op.op is dist.isend else "group_src": op.group_peer},
-        )
-        for op in ops
-    ]
+    def _wait(self, transfer: Transfer | None) -> None:
+        if transfer is not None:  # the first chunk gets no activation, the last no gradient
+            self.waiter.wait(*transfer)
 
 
 class EarlyReceiveSchedule(EarlyReceives, ScheduleGPipe):
@@ -139,8 +147,8 @@ class EarlyReceiveSchedule(EarlyReceives, ScheduleGPipe):
         self.run_passes(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
 
 
-class NamedInterleavedSchedule(EarlyReceives, ScheduleInterleaved1F1B):
-    """Interleaved 1F1B in torch's order of passes; over gloo with all receives posted first."""
+class EarlyReceiveInterleaved(EarlyReceives, ScheduleInterleaved1F1B):
+    """Interleaved 1F1B in torch's order of passes, with all receives posted first."""
 
     def __init__(self, stages: list[WireStage], n_microbatches: int, loss_fn: Callable, waiter: Waiter):
         super().__init__(stages, n_microbatches, loss_fn=loss_fn, scale_grads=False)
@@ -163,12 +171,50 @@ class NamedInterleavedSchedule(EarlyReceives, ScheduleInterleaved1F1B):
         return_outputs: bool = True,
         loss_kwargs: dict | None = None,
     ) -> None:
-        if not self._stages[0].host_wire:
-            # NCCL works off a link's messages one by one, so that a send would wait behind the receives posted first.
-            with self.naming_neighbours():
-                super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-            return
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         with self.naming_neighbours():
             self._initialize_stages(arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
         self.run_passes(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+
+
+class NamedSteps:
+    """Mixin over torch's own schedules: a failed exchange within them names this rank's neighbours and the step.
+
+    For NCCL, which works off a link's messages one by one: a send would wait behind the receives posted first.
+    """
+
+    def _step_microbatches(self, *args, **kwargs) -> None:
+        with self.naming_neighbours():
+            super()._step_microbatches(*args, **kwargs)
+
+
+class NamedGPipe(NamedSteps, EarlyReceives, ScheduleGPipe):
+    """torch's GPipe."""
+
+
+class Named1F1B(NamedSteps, EarlyReceives, Schedule1F1B):
+    """torch's 1F1B, which needs as many microbatches as stages."""
+
+
+class NamedInterleaved(NamedSteps, EarlyReceives, ScheduleInterleaved1F1B):
+    """torch's interleaved 1F1B."""
+
+
+def make_schedule(order: str, stages: list[WireStage], count: int, loss_fn: Callable, waiter: Waiter):
+    """The schedule of this rank's chunks: early receives over gloo, torch's own over NCCL.
+
+    Args:
+        order: gpipe, 1f1b or interleaved.
+        count: microbatches.
+    """
+    if stages[0].host_wire:
+        if order == "interleaved":
+            return EarlyReceiveInterleaved(stages, count, loss_fn, waiter)
+        return EarlyReceiveSchedule(stages[0], count, loss_fn, order, waiter)
+    if order == "interleaved":
+        schedule = NamedInterleaved(stages, count, loss_fn=loss_fn, scale_grads=False)
+    else:
+        torch_class = Named1F1B if order == "1f1b" and count >= stages[0].num_stages else NamedGPipe
+        schedule = torch_class(stages[0], count, loss_fn=loss_fn, scale_grads=False)
+    schedule.prepare(stages, [], waiter)
+    return schedule

@@ -3,12 +3,20 @@
 `tests/unit/test_torch_internals.py` fails when a new torch version moves one of them or changes what is assumed of it.
 """
 
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._utils import flatten_args
 from torch.distributed.pipelining.stage import _RecvInfo as RecvInfo
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["PipelineStage", "RecvInfo", "ScheduleGPipe", "ScheduleInterleaved1F1B", "fix_buckets", "flatten_args"]
+__all__ = [
+    "PipelineStage",
+    "RecvInfo",
+    "Schedule1F1B",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "fix_buckets",
+    "flatten_args",
+]
 
 
 def fix_buckets(module: DistributedDataParallel) -> None:

@@ -107,3 +107,27 @@ def test_masks_change_the_run(tmp_path):
 
 def _train_rank(rank: int, kind: str, layers: int, folder: str, mesh: dict) -> dict:
     return train_mesh(rank, kind, layers, ROWS, folder, collator=collate_fixed, **mesh)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_torchs_own_schedules_give_the_same_weights(schedule, tmp_path):
+    """What NCCL runs on, here over gloo: torch's schedules around the same stages."""
+    torch.set_num_threads(1)
+    mesh = {"pipeline_stages": 2, "pipeline_schedule": schedule, "mask_ratio": 0.5}
+    mesh |= {"pipeline_chunks_per_rank": 2} if schedule == "interleaved" else {}
+    ranks = run_ranks(_train_rank_without_host_wire, 2, tmp_path, "llama", 4, str(tmp_path / "mesh"), mesh)
+    emulated = train_mesh(0, "llama", 4, ROWS, str(tmp_path / "emulated"), **mesh)
+    for result in ranks:
+        for name, tensor in result["weights"].items():
+            assert torch.equal(emulated["weights"][name], tensor), name
+
+
+def _train_rank_without_host_wire(rank: int, kind: str, layers: int, folder: str, mesh: dict) -> dict:
+    from hf_meshadapt.pipeline import runner
+
+    class DeviceWireStage(runner.WireStage):
+        def __init__(self, *args, host_wire: bool, **kwargs):
+            super().__init__(*args, host_wire=False, **kwargs)
+
+    runner.WireStage = DeviceWireStage  # in this forked rank only
+    return _train_rank(rank, kind, layers, folder, mesh)

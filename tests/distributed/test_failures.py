@@ -8,163 +8,27 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from hf_meshadapt import engine, mesh_checkpoint
 from hf_meshadapt.checkpoint_folder import last_whole_checkpoint
 
-from ..equality import mesh_trainer, tiny_model
-from ..launch import fork_rank, free_port, rank_environment, start_ranks
-
-LINK_TIMEOUT_SECONDS = 6.0
-# Ranks wait in turn for one another's ends, and the machine may be busy.
-MARGIN_SECONDS = 8.0
-HARD_DEADLINE_SECONDS = 60.0
-BREAK_AT_STEP = 2
-
-
-@dataclass
-class Case:
-    """One run in which one rank fails.
-
-    Attributes:
-        how: a signal that the victim sends itself, or `raise`.
-        where: what the victim is about to do when it fails, a key of `PLACES`.
-        awaited: what its neighbour says that it waited for.
-    """
-
-    how: str
-    where: str
-    awaited: str
-    victim: int
-    stages: int
-    replicas: int = 1
-    schedule: str = "gpipe"
-    fields: dict = field(default_factory=dict)
-
-    def __str__(self):
-        return f"{self.how}-{self.where}-{self.stages}x{self.replicas}-{self.schedule}"
-
-    @property
-    def survivors(self) -> list[int]:
-        return [rank for rank in range(self.stages * self.replicas) if rank != self.victim]
-
-
-# Where a rank can fail: the object and method that it is about to enter.
-PLACES = {
-    "train": lambda trainer: (trainer.engine, "train_batch"),
-    "forward": lambda trainer: (trainer.engine.parts.model, "forward"),
-    "counts": lambda trainer: (trainer.engine, "sum_over_replicas"),
-    "tied": lambda trainer: (trainer.engine, "_sum_tied_gradients"),
-    "norm": lambda trainer: (trainer.engine, "gradient_norm"),
-    "logs": lambda trainer: (trainer, "_maybe_log_save_evaluate"),
-    "figures": lambda trainer: (trainer.engine, "take_logs"),
-    "evaluate": lambda trainer: (trainer.engine, "eval_batch"),
-    "save": lambda trainer: (mesh_checkpoint, "save_stage"),
-    "groups": lambda trainer: (engine, "MeshGroups"),
-}
-
-
-def train(rank: int, case: Case, folder: Path) -> None:
-    if rank == case.victim and case.where == "groups":
-        break_at(None, *PLACES["groups"](None), case.how, folder)
-    chunks = 2 if case.schedule == "interleaved" else 1
-    trainer = mesh_trainer(
-        tiny_model("llama_tied"),
-        4,
-        str(folder / "out"),
-        max_steps=6,
-        gradient_accumulation_steps=1,
-        pipeline_stages=case.stages,
-        pipeline_schedule=case.schedule,
-        pipeline_chunks_per_rank=chunks,
-        link_timeout_seconds=LINK_TIMEOUT_SECONDS,
-        eval_steps=2,
-        **case.fields,
-    )
-    if rank == case.victim and case.where != "groups":
-        break_at(trainer, *PLACES[case.where](trainer), case.how, folder)
-    trainer.train()
-
-
-def break_at(trainer, owner, name: str, how: str, folder: Path) -> None:
-    """Makes this rank fail when it enters a method in the step or, before there is a trainer, at once."""
-    entered = getattr(owner, name)
-
-    def fail(*args, **kwargs):
-        if trainer is None or trainer.state.global_step >= BREAK_AT_STEP:
-            (folder / "broken").write_text(str(time.time()))
-            if how == "raise":
-                raise RuntimeError("a fault of this rank alone")
-            os.kill(os.getpid(), signal.Signals[how])
-        return entered(*args, **kwargs)
-
-    setattr(owner, name, fail)
-
-
-@dataclass
-class Ended:
-    """How a rank ended: exit code, its traceback, seconds since the fault."""
-
-    code: int
-    error: str
-    seconds: float
-
-
-def run_to_the_end(cases: list[Case], folder: Path) -> list[dict[int, Ended]]:
-    """Runs all cases at once and returns how the survivors of each ended; fails if one did not."""
-    folders = [folder / str(index) for index in range(len(cases))]
-    runs = [
-        start_ranks(train, case.stages * case.replicas, where, case, where).processes
-        for case, where in zip(cases, folders)
-    ]
-    ends: list[dict[int, float]] = [{} for _ in cases]
-    deadline = time.time() + HARD_DEADLINE_SECONDS
-    try:
-        while time.time() < deadline and any(len(end) < len(case.survivors) for end, case in zip(ends, cases)):
-            for case, processes, end in zip(cases, runs, ends):
-                for rank in case.survivors:
-                    if rank not in end and not processes[rank].is_alive():
-                        end[rank] = time.time()
-            time.sleep(0.02)
-    finally:
-        for process in (process for processes in runs for process in processes):
-            process.kill()
-            process.join()
-    results = []
-    for case, where, processes, end in zip(cases, folders, runs, ends):
-        errors = {
-            rank: "".join(path.read_text() for path in where.glob(f"error-{rank}.txt")) for rank in case.survivors
-        }
-        assert (where / "broken").exists(), f"{case}: the fault did not happen\n" + "\n".join(errors.values())
-        broken = float((where / "broken").read_text())
-        assert sorted(end) == case.survivors, f"{case}: only ranks {sorted(end)} ended"
-        results.append({r: Ended(processes[r].exitcode, errors[r], end[r] - broken) for r in case.survivors})
-    return results
-
-
-NAMED = (
-    r"LinkError: rank {rank} \(stage {stage} of replica {replica}\) waited for .+ rank \d \(stage \d of replica \d\)"
+from ..failing import (
+    BREAK_AT_STEP,
+    HARD_DEADLINE_SECONDS,
+    LINK_TIMEOUT_SECONDS,
+    MARGIN_SECONDS,
+    Case,
+    Ended,
+    check,
+    run_to_the_end,
+    train,
 )
-
-
-def check(case: Case, ended: dict[int, Ended], within_seconds: float) -> None:
-    for rank, end in ended.items():
-        assert end.code == 1, f"{case}: rank {rank} ended with {end.code}\n{end.error}"
-        named = NAMED.format(rank=rank, stage=rank % case.stages, replica=rank // case.stages)
-        when = "at start-up" if case.where == "groups" else f"at step {BREAK_AT_STEP}"
-        assert re.search(rf"{named}.* {when}\b", end.error), f"{case}: rank {rank}\n{end.error}"
-        assert end.seconds < within_seconds, f"{case}: rank {rank} took {end.seconds:.1f} s"
-    whole = "\n".join(end.error for end in ended.values())
-    assert re.search(case.awaited, whole), f"{case}: {case.awaited} not in\n{whole}"
-
+from ..launch import fork_rank, free_port, rank_environment, start_ranks
 
 KILLED = [
     Case("SIGKILL", "train", "the gradient of microbatch 0 from rank 1", victim=1, stages=2),
@@ -174,6 +38,9 @@ KILLED = [
     Case("SIGKILL", "train", "the gradient of microbatch 0 from rank 3", 3, stages=2, replicas=2, schedule="1f1b"),
     Case("SIGKILL", "train", "from rank 2", victim=2, stages=2, replicas=2, schedule="interleaved"),
     Case("SIGKILL", "train", "the other replicas' gradients from rank 0", victim=0, stages=1, replicas=2),
+    # The link is down before a receive is posted.
+    Case("SIGKILL", "train", "the gradient of microbatch 0 from rank 1", victim=1, stages=2, lag_seconds=0.5),
+    Case("SIGKILL", "train", "microbatch 0 from rank 0", 0, stages=2, schedule="interleaved", lag_seconds=0.5),
     Case("SIGKILL", "counts", "the other replicas' sums from rank 0", victim=0, stages=1, replicas=2),
     Case("SIGKILL", "tied", "the tied embedding from rank 1", victim=1, stages=2),
     Case("SIGKILL", "norm", "gradient norms from rank 0", victim=0, stages=2),
@@ -181,7 +48,7 @@ KILLED = [
     Case("SIGKILL", "figures", "the last steps' figures from rank 0", victim=0, stages=2),
     Case("SIGKILL", "evaluate", "an exchange with rank 0", victim=0, stages=2),
     Case("SIGKILL", "groups", "the process groups shared with rank 0", victim=0, stages=2),
-    Case("raise", "forward", "the gradient of microbatch 0 from rank 1", victim=1, stages=2, replicas=2),
+    Case("raise", "forward", "the other replicas' sums from rank 1", victim=1, stages=2, replicas=2),
     Case("raise", "forward", "from rank 0", victim=0, stages=2, schedule="interleaved"),
     Case("raise", "norm", "gradient norms from rank 0", victim=0, stages=2, schedule="1f1b"),
 ]
@@ -277,9 +144,9 @@ REAL = [
 ]
 PROGRAM = """
 import sys, pathlib
-from tests.distributed import test_failures
+from tests.distributed.test_failures import REAL, train
 rank, index, folder = sys.argv[1:]
-test_failures.train(int(rank), test_failures.REAL[int(index)][0], pathlib.Path(folder))
+train(int(rank), REAL[int(index)][0], pathlib.Path(folder))
 """
 
 
