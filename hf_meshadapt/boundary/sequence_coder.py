@@ -118,11 +118,11 @@ def divide_bytes(
     if not num_context or not num_targets or not hasattr(codec, "distortions"):
         each = total_bytes // max(1, num_context + num_targets)
         return each, each
-    best = (float("inf"), 0, 0)
+    context_bytes = torch.arange(total_bytes // num_context + 1)
+    target_bytes = (total_bytes - num_context * context_bytes) // num_targets
     by_bytes = codec.distortions(total_bytes // min(counts))
-    for context_bytes in range(total_bytes // num_context + 1):
-        target_bytes = (total_bytes - num_context * context_bytes) // num_targets
-        error = num_context * sensitivity[0] * by_bytes[context_bytes]
-        error += num_targets * sensitivity[1] * by_bytes[target_bytes]
-        best = min(best, (error, context_bytes, target_bytes))
-    return best[1], best[2]
+    error = (
+        num_context * sensitivity[0] * by_bytes[context_bytes] + num_targets * sensitivity[1] * by_bytes[target_bytes]
+    )
+    best = int(error.argmin())
+    return best, int(target_bytes[best])

@@ -105,16 +105,19 @@ class TransformCodec:
         self.variances = tables.variances
         self.analysis = (tables.analysis / scale[:, None]).T.contiguous()  # (H, components), to unit variance
         self.synthesis = (tables.synthesis * scale).T.contiguous()  # (components, H), and back
+        self._distortions = torch.empty(0)
         self._layouts: dict[int, tuple[Groups, Tensor, Tensor]] = {}
 
-    def distortions(self, most_bytes: int) -> list[float]:
-        """Squared error that the loss feels, per token, by bytes per token from 0 to `most_bytes`."""
-        variances = self.variances.double().cpu()
-        drops = torch.tensor(DISTORTION[:-1], dtype=torch.float64) - torch.tensor(DISTORTION[1:], dtype=torch.float64)
-        gains = torch.sort((variances[:, None] * drops).flatten(), descending=True).values.cumsum(0)
-        total, last = float(variances.sum()), len(gains) - 1
-        coded = [min(last, 8 * (count - GAIN_BYTES) - 1) for count in range(GAIN_BYTES + 1, most_bytes + 1)]
-        return [total] * min(GAIN_BYTES + 1, most_bytes + 1) + (total - gains[coded]).tolist()
+    def distortions(self, most_bytes: int) -> Tensor:
+        """Squared error that the loss feels, per token, by bytes per token from 0 to `most_bytes`: float64, on the CPU."""
+        if len(self._distortions) <= most_bytes:
+            variances = self.variances.double().cpu()
+            table = torch.tensor(DISTORTION, dtype=torch.float64)
+            gains = torch.sort((variances[:, None] * (table[:-1] - table[1:])).flatten(), descending=True).values
+            taken = torch.cat([gains.new_zeros(1), gains.cumsum(0)])
+            bits = 8 * (torch.arange(2 * most_bytes + 1) - GAIN_BYTES)
+            self._distortions = variances.sum() - taken[bits.clamp(0, len(gains))]
+        return self._distortions[: most_bytes + 1]
 
     def layout(self, bytes_per_token: int) -> tuple[Groups, Tensor, Tensor]:
         """Bit groups, quantiser steps and levels (coded components,) of a budget; components descend in variance."""
@@ -133,7 +136,10 @@ class TransformCodec:
             return tokens.new_zeros(len(tokens), bytes_per_token, dtype=torch.uint8)
         groups, steps, levels = self.layout(bytes_per_token)
         unit = tokens @ self.analysis[:, : len(steps)]
-        gain = unit.square().mean(1, keepdim=True).sqrt().to(torch.bfloat16)  # both sides use the rounded number
+        # The token's scale, judged by standard deviations: the components that carry most tell most about it. Both
+        # sides use the rounded number.
+        weights = self.variances[: len(steps)].sqrt()
+        gain = (unit.square() @ weights[:, None] / weights.sum().clamp(min=1e-30)).sqrt().to(torch.bfloat16)
         indices = (unit / (gain.float().clamp(min=1e-30) * steps)).floor().add_(levels / 2)
         packed = pack(torch.minimum(indices.clamp_(min=0), levels - 1).long(), groups)
         spare = bytes_per_token - GAIN_BYTES - packed.shape[1]

@@ -198,7 +198,7 @@ def test_gradients_pass_straight_through_at_a_wide_budget():
     decoded = receive(send(hidden, 0, token_ids, kind), 0, token_ids, kind, LENGTH, torch.float32).detach()
     real = kind != PADDING
     error = (hidden.grad - 2 * decoded)[real].norm() / (2 * decoded)[real].norm()
-    assert float(error) < 0.05
+    assert float(error) < 0.08
     assert not hidden.grad[~real].any()
 
 
