@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import mean, stdev
 
 from .common import RESULTS, write_result
 
@@ -33,11 +34,36 @@ CONFIGURATIONS: dict[str, dict] = {
     "transform_5_plain": {"preset": "anchored", "loss_weighted": False},
     "transform_5_mean": {"preset": "anchored", "boundary_predictor": "mean"},
     "transform_10": {"preset": "anchored", "boundary_budget": 0.1},
-}
+    "rotated_1bit": {
+        "boundary_codec": "quantize", "boundary_bits": 1, "exact_first_token": True, "boundary_predictor": "token",
+    },
+    "quantize_2bit": {"boundary_codec": "quantize", "boundary_bits": 2, "exact_first_token": True},
+    "quantize_4bit": {"boundary_codec": "quantize", "boundary_bits": 4, "exact_first_token": True},
+    "topk_5": {"boundary_codec": "topk", "exact_first_token": True, "boundary_predictor": "token"},
+    "subspace_5": {"boundary_codec": "subspace"},
+    "bottleneck_5": {"boundary_codec": "bottleneck", "exact_first_token": True, "boundary_predictor": "token"},
+    "tah_quant": {"boundary_codec": "tah_quant"},
+}  # fmt: skip
 # (configuration, stages, learning rate, seed) by part of the study, in the order of their worth.
+_MAIN = ("dense", "transform_5", "mask95_zero")
 STUDY: dict[str, list[tuple[str, int, float, int]]] = {
-    "headline": [(name, 4, 1e-4, 0) for name in ("dense", "transform_5", "mask95_zero", "transform_10")],
-}
+    "headline": [
+        *((name, 4, 1e-4, 0) for name in _MAIN),
+        ("transform_5", 8, 1e-4, 0),
+        *((name, 4, 1e-4, 1) for name in ("dense", "transform_5")),
+        ("transform_10", 4, 1e-4, 0),
+        *((name, 4, 1e-4, 2) for name in ("dense", "transform_5")),
+        *(("transform_5", 8, 1e-4, seed) for seed in (1, 2)),
+        *((name, 4, 1e-4, 0) for name in ("rotated_1bit", "quantize_4bit", "mask95_mean", "topk_5", "subspace_5")),
+        *(("transform_10", 8, 1e-4, seed) for seed in (0, 1, 2)),
+    ],
+    "baselines": [
+        (name, 4, 1e-4, seed)
+        for seed in (0, 1, 2)
+        for name in CONFIGURATIONS
+    ],
+    "learning_rate": [(name, 4, rate, 0) for rate in (5e-5, 2e-4) for name in ("dense", "transform_5", "mask95_mean")],
+}  # fmt: skip
 
 
 def load_data():
@@ -51,8 +77,17 @@ def load_data():
     return tokenizer, tokenize(train, 1000, tokenizer, script), tokenize(held_out, HELD_OUT, tokenizer, script)
 
 
-def run(name: str, stages: int, learning_rate: float, seed: int, data, steps: int = STEPS, **extra) -> dict:
-    """One training run; returns its row."""
+def run(
+    name: str,
+    stages: int,
+    learning_rate: float,
+    seed: int,
+    data,
+    before: float | None = None,
+    steps: int = STEPS,
+    **extra,
+) -> dict:
+    """One training run; returns its raw row."""
     from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
 
     from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
@@ -73,7 +108,8 @@ def run(name: str, stages: int, learning_rate: float, seed: int, data, steps: in
             eval_dataset=held_out,
             data_collator=DataCollatorForSeq2Seq(tokenizer),
         )
-        before = trainer.evaluate()["eval_loss"]
+        if before is None:  # the same for every run
+            before = trainer.evaluate()["eval_loss"]
         trainer.train()
         after = trainer.evaluate()["eval_loss"]
         report = trainer.mesh_report()
@@ -81,13 +117,47 @@ def run(name: str, stages: int, learning_rate: float, seed: int, data, steps: in
     return {
         "configuration": name, "codec": boundary.codec, "predictor": boundary.predictor,
         "budget": boundary.budget or 1.0 - boundary.mask_ratio, "forward_share": boundary.forward_share,
-        "anchor_every": None, "stages": stages, "corpus": "gsm8k", "learning_rate": learning_rate, "seed": seed,
+        "stages": stages, "corpus": "gsm8k", "learning_rate": learning_rate, "seed": seed,
         "steps": steps, "loss_before": before, "loss": after,
         "train_loss": [log["loss"] for log in trainer.state.log_history if "loss" in log],
         "planned_bytes_per_token": report["planned_bytes_per_token"],
         "bytes_ratio_to_dense": report["bytes_ratio_to_dense"]["pipeline"],
         "seconds": time.monotonic() - started, **extra,
     }  # fmt: skip
+
+
+def summarise(runs: list[dict]) -> list[dict]:
+    """Means over seeds, one row per configuration; gaps are against the dense run of the same seed."""
+    dense = {(run["seed"], run["learning_rate"]): run["loss"] for run in runs if run["configuration"] == "dense"}
+    groups: dict[tuple, list[dict]] = {}
+    for run in runs:
+        groups.setdefault((run["configuration"], run["stages"], run["learning_rate"]), []).append(run)
+    rows = []
+    for (name, stages, learning_rate), members in groups.items():
+        losses = [run["loss"] for run in members]
+        gaps = [
+            (run["loss_before"] - run["loss"]) / (run["loss_before"] - dense[run["seed"], learning_rate])
+            for run in members
+            if (run["seed"], learning_rate) in dense
+        ]
+        first = members[0]
+        rows.append(
+            {
+                "configuration": name, "codec": first["codec"], "predictor": first["predictor"],
+                "budget": first["budget"], "forward_share": first["forward_share"], "anchor_every": None,
+                "stages": stages, "corpus": first["corpus"], "learning_rate": learning_rate,
+                "seeds": [run["seed"] for run in members], "loss_mean": mean(losses), "loss_std": spread(losses),
+                "gap_closed_mean": mean(gaps) if gaps else None,
+                "gap_closed_se": spread(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None,
+                "bytes_per_token": first["planned_bytes_per_token"], "runs": members,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def spread(values: list[float]) -> float | None:
+    """Standard deviation of a sample; None of a single value."""
+    return stdev(values) if len(values) > 1 else None
 
 
 def main() -> None:
@@ -98,16 +168,17 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     path = RESULTS / f"{NAME}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    runs = [run for row in rows for run in row["runs"]]
     keys = ("configuration", "stages", "learning_rate", "seed", "steps")
-    done = {tuple(row[key] for key in keys) for row in rows}
+    done = {tuple(run[key] for key in keys) for run in runs}
     data, deadline = load_data(), time.monotonic() + 60 * options.minutes
     for name, stages, learning_rate, seed in STUDY[options.stage]:
         if (name, stages, learning_rate, seed, STEPS) in done or time.monotonic() > deadline:
             continue
-        row = run(name, stages, learning_rate, seed, data)
-        rows.append(row)
-        print(json.dumps({key: row[key] for key in (*keys, "loss", "seconds")}), flush=True)
-        write_result(NAME, rows, seeds=sorted({row["seed"] for row in rows}))
+        before = runs[0]["loss_before"] if runs else None
+        runs.append(run(name, stages, learning_rate, seed, data, before))
+        print(json.dumps({key: runs[-1][key] for key in (*keys, "loss", "seconds")}), flush=True)
+        write_result(NAME, summarise(runs), seeds=sorted({run["seed"] for run in runs}))
 
 
 if __name__ == "__main__":

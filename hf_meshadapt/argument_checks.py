@@ -11,6 +11,8 @@ from .config import SCHEDULES, WIRE_DTYPE_BYTES
 from .pipeline.microbatch import largest_divisor
 from .presets import BOUNDARY_FIELDS, PRESETS, resolve_boundary, user_error
 
+DEFAULT_CALIBRATION_TOKENS = 16384
+
 # Trainer's options that a mesh would ignore or get wrong, and what to do instead.
 UNSUPPORTED = {
     "fp16": "gradient scaling across stages is not supported. Use bf16=True",
@@ -56,9 +58,20 @@ class ArgumentChecks:
         for name in names:
             setattr(self, name, resolved[name])
 
+    def _resolve_calibration(self) -> None:
+        tokens, needed = self.calibration_tokens, self.boundary_config().needs_calibration
+        if tokens is not None and tokens < 1:
+            raise user_error("calibration_tokens", tokens, "must be at least 1", "Use 1 or more, 16384 if in doubt")
+        if tokens is not None and not needed:
+            raise user_error(
+                "calibration_tokens", tokens, "has no effect: this boundary needs no calibration",
+                "Use it with a predictor or with boundary_codec=transform, or leave it unset",
+            )  # fmt: skip
+        self.calibration_tokens = DEFAULT_CALIBRATION_TOKENS if needed and tokens is None else tokens
+
     def _check_mesh(self) -> None:
         batches = ("per_device_train_batch_size", "per_device_eval_batch_size")
-        for name in ("pipeline_stages", "pipeline_chunks_per_rank", "calibration_tokens", *batches):
+        for name in ("pipeline_stages", "pipeline_chunks_per_rank", *batches):
             if getattr(self, name) < 1:
                 raise user_error(name, getattr(self, name), "must be at least 1", "Use 1 or more")
         for name in ("link_timeout_seconds", "ddp_timeout"):

@@ -116,11 +116,11 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             "const": True,
         },
     )
-    calibration_tokens: int = field(
-        default=16384,
+    calibration_tokens: int | None = field(
+        default=None,
         metadata={
             "help": "Tokens of the training set (over all replicas, padding included) that the start-up calibration of "
-            "the boundaries looks at, uncoded."
+            "the boundaries looks at, uncoded. Default: 16384."
         },
     )
     mask_ratio: float | None = field(
@@ -192,6 +192,7 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
         self._check_choices()
         self._resolve_boundary()
         self._check_mesh()
+        self._resolve_calibration()
         self._check_trainer_options()
         if not self.emulated and not torch.accelerator.is_available():
             # accelerate's launcher keeps a YAML's use_cpu to itself, and without it each rank takes itself for the

@@ -53,6 +53,7 @@ class MeshEngine:
         self.parts: ModelParts | None = None
         self.runner: Runner | None = None
         self.calibrated = False
+        self.calibration_cost: dict[str, float] | None = None
         self.features: torch.Tensor | None = None  # token features, shared by all boundaries
         self.run_figures = Figures()
         self._kept_bytes: dict[str, int] = {}
@@ -161,15 +162,19 @@ class MeshEngine:
         return self.runner.eval_batch(batch, rows)
 
     def calibrate(self, batches: list[Batch], rows: int) -> None:
-        """Fits the boundaries on uncoded passes; see `calibration.calibrate`."""
+        """Fits the boundaries on uncoded passes; see `calibration.calibrate`. What it cost is in `calibration_cost`."""
         started = time.monotonic()
-        explained = calibrate(self, batches, rows)
+        with self.apart() as sent:
+            explained = calibrate(self, batches, rows)
         self.calibrated = True
-        tokens, seconds = sum(batch["labels"].numel() for batch in batches), time.monotonic() - started
-        shares = ", ".join(f"chunk {chunk}: {share:.2f}" for chunk, share in explained.items()) or "none here"
-        logger.info(
-            "Boundaries calibrated on %d tokens in %.1f s; token predictor explains %s", tokens, seconds, shares
+        tokens, ranks = (
+            sum(batch["labels"].numel() for batch in batches),
+            1 if self.groups is None else self.mesh.stages,
         )
+        tokens, sent_bytes = self._sum_over_ranks([tokens / ranks, float(sum(sent.values()))])
+        self.calibration_cost = {"tokens": tokens, "seconds": time.monotonic() - started, "bytes": sent_bytes}
+        shares = ", ".join(f"chunk {chunk}: {share:.2f}" for chunk, share in explained.items()) or "none here"
+        logger.info("Boundaries calibrated: %s; token predictor explains %s", self.calibration_cost, shares)
 
     @property
     def needs_calibration(self) -> bool:
@@ -269,23 +274,22 @@ class MeshEngine:
 
     def take_logs(self) -> dict[str, float]:
         """Speed, waiting and bytes since the last call, equal on all ranks; one small sum over all ranks."""
-
-        def reduce(values: list[float]) -> list[float]:
-            tensor = torch.tensor(values, dtype=torch.float64)
-            if self.groups is not None:
-                with self.naming("the last steps' figures from"):
-                    dist.all_reduce(tensor, group=self.groups.save)
-            return tensor.tolist()
-
         sent = None
         if self.sockets.available and self.groups is not None:
             now = self.sockets.take_axis_bytes()
             sent = {axis: count + self._kept_bytes.get(axis, 0) for axis, count in now.items()}
         self._kept_bytes = {}
         stages = 1 if self.mesh.emulated else self.mesh.stages
-        figures = gather(self.step_meter.take(), sent, reduce, stages=stages)
+        figures = gather(self.step_meter.take(), sent, self._sum_over_ranks, stages=stages)
         self.run_figures += figures
         return figures.logs()
+
+    def _sum_over_ranks(self, values: list[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.groups is not None:
+            with self.naming("the last steps' figures from"):
+                dist.all_reduce(tensor, group=self.groups.save)
+        return tensor.tolist()
 
     def start_run(self) -> None:
         """Forgets what was sent and timed so far: figures of a run begin with its first step."""
@@ -294,12 +298,16 @@ class MeshEngine:
         self._kept_bytes, self.run_figures = {}, Figures()
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Keeps what is sent within the context (evaluation) out of the figures of training."""
+    def apart(self) -> Iterator[dict[str, int]]:
+        """Keeps what is sent within the context (evaluation, calibration) out of the figures of training.
+
+        Yields a dict that holds this rank's bytes by axis once the context has ended.
+        """
         for axis, count in self.sockets.take_axis_bytes().items():
             self._kept_bytes[axis] = self._kept_bytes.get(axis, 0) + count
-        yield
-        self.sockets.take_axis_bytes()
+        spent: dict[str, int] = {}
+        yield spent
+        spent.update(self.sockets.take_axis_bytes())
 
     def plan(self, rows: int, length: int, accumulation: int) -> BytePlan:
         """What one optimizer step sends, from shapes alone. Collective over the pipeline the first time."""

@@ -181,8 +181,7 @@ class MeshAdaptMixin:
             left -= batch["labels"].numel()
             mine = {name: value[rows * local[0] : rows * (local[-1] + 1)] for name, value in batch.items()}
             batches.append(self._prepare_inputs(mine))
-        with self.engine.apart():
-            self.engine.calibrate(batches, rows)
+        self.engine.calibrate(batches, rows)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         engine, meter = self.engine, self.engine.step_meter
@@ -261,7 +260,7 @@ class MeshAdaptMixin:
     def mesh_report(self) -> dict:
         """Speed and bytes of the run so far (whole log intervals) beside the plan: `tokens_per_second`, and by axis and
         in `total` `bytes_per_token` (as the sockets sent), `planned_bytes_per_token` and `bytes_ratio_to_dense` (as
-        planned).
+        planned). Apart from these, `calibration`: tokens, seconds and bytes, None where there was none.
 
         Planned figures count padding as tokens; they are of the last batch's shape. Collective: call it on all ranks.
         """
@@ -269,7 +268,7 @@ class MeshAdaptMixin:
             raise ValueError("mesh_report() before any training step: there is nothing to report yet")
         rows, accumulation = self._rows(training=True), self.args.gradient_accumulation_steps
         plan = self.engine.plan(rows, self._batch_length, accumulation)
-        return mesh_report(self.engine.run_figures.logs(), plan)
+        return mesh_report(self.engine.run_figures.logs(), plan) | {"calibration": self.engine.calibration_cost}
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ REFUSED = [
     ({**DENSE, "boundary_predictor": "mean"}, "boundary_predictor='mean'", "Use it with random_mask or transform"),
     ({**DENSE, "mask_seed": 1}, "mask_seed=1", "Use it with random_mask"),
     ({"calibration_tokens": 0}, "calibration_tokens=0", "Use 1"),
+    ({**DENSE, "calibration_tokens": 600}, "calibration_tokens=600", "leave it unset"),
     ({"pipeline_stages": 0}, "pipeline_stages=0", "Use 1"),
     ({"pipeline_chunks_per_rank": 0}, "pipeline_chunks_per_rank=0", "Use 1"),
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0", "Use 1"),

@@ -1,0 +1,39 @@
+"""The committed results say what their raw rows say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_form(path):
+    result = json.loads(path.read_text())
+    assert set(result) == {"command", "machine", "date", "seeds", "rows"} and result["rows"]
+
+
+def test_boundary_quality_means_follow_from_the_runs():
+    path = RESULTS / "boundary_quality.json"
+    if not path.exists():
+        pytest.skip("the study has not been run")
+    rows = json.loads(path.read_text())["rows"]
+    dense = {
+        (run["seed"], row["learning_rate"]): run["loss"]
+        for row in rows
+        if row["configuration"] == "dense"
+        for run in row["runs"]
+    }
+    for row in rows:
+        losses = [run["loss"] for run in row["runs"]]
+        assert row["loss_mean"] == pytest.approx(sum(losses) / len(losses))
+        assert row["seeds"] == [run["seed"] for run in row["runs"]]
+        gaps = []
+        for run in row["runs"]:
+            gained, possible = run["loss_before"] - run["loss"], dense.get((run["seed"], row["learning_rate"]))
+            if possible is not None:
+                gaps.append(gained / (run["loss_before"] - possible))
+        if gaps:
+            assert row["gap_closed_mean"] == pytest.approx(sum(gaps) / len(gaps))
+        assert row["bytes_per_token"]["pipeline"] == row["runs"][0]["planned_bytes_per_token"]["pipeline"]
