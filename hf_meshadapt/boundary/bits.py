@@ -18,35 +18,47 @@ def pack(values: Tensor, groups: Groups) -> Tensor:
     """Packs integers, row by row.
 
     Args:
-        values: int64 (N, columns), column values in [0, 2**bits) of their group.
+        values: integers (N, columns), column values in [0, 2**bits) of their group.
         groups: widths of the columns.
 
     Returns:
         uint8 (N, `packed_bytes(groups)`), least significant bit first, the last byte padded with zeros.
     """
-    planes, start = [], 0
+    stream = torch.zeros(len(values), packed_bytes(groups) * 8, dtype=torch.uint8, device=values.device)
+    column = start = 0
     for bits, count in groups:
-        shifts = torch.arange(bits, device=values.device)
-        planes.append(((values[:, start : start + count, None] >> shifts) & 1).flatten(1).to(torch.uint8))
-        start += count
-    stream = torch.cat(planes, dim=1) if planes else values.new_zeros((len(values), 0), dtype=torch.uint8)
-    row_bytes = packed_bytes(groups)
-    stream = torch.nn.functional.pad(stream, (0, row_bytes * 8 - stream.shape[1]))
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=values.device)
-    return (stream.view(len(values), row_bytes, 8) * weights).sum(2, dtype=torch.uint8)
+        part = values[:, column : column + count].to(_narrow(bits))
+        plane = stream[:, start : start + bits * count].view(len(values), count, bits)
+        for bit in range(bits):
+            plane[:, :, bit] = (part >> bit) & 1
+        column, start = column + count, start + bits * count
+    bytes_of_bits = stream.view(len(values), packed_bytes(groups), 8)
+    packed = bytes_of_bits[:, :, 0].clone()
+    for bit in range(1, 8):
+        packed |= bytes_of_bits[:, :, bit] << bit
+    return packed
 
 
 def unpack(packed: Tensor, groups: Groups) -> Tensor:
     """The integers that `pack` was given: int64 (N, columns)."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    stream = ((packed.unsqueeze(2) >> shifts) & 1).flatten(1)
+    stream = torch.empty(*packed.shape, 8, dtype=torch.uint8, device=packed.device)
+    for bit in range(8):
+        stream[:, :, bit] = (packed >> bit) & 1
+    stream = stream.flatten(1)
     columns, start = [], 0
     for bits, count in groups:
-        weights = 1 << torch.arange(bits, device=packed.device)
         plane = stream[:, start : start + bits * count].view(len(packed), count, bits)
-        columns.append((plane * weights).sum(2))
+        part = plane[:, :, 0].to(_narrow(bits))
+        for bit in range(1, bits):
+            part = part | (plane[:, :, bit].to(part.dtype) << bit)
+        columns.append(part.long())
         start += bits * count
     return torch.cat(columns, dim=1) if columns else packed.new_zeros((len(packed), 0), dtype=torch.int64)
+
+
+def _narrow(bits: int) -> torch.dtype:
+    """A small integer type for values of so many bits: shifts are bound by memory traffic."""
+    return torch.uint8 if bits <= 8 else torch.int32
 
 
 def read_bfloat16(packed: Tensor, start: int, count: int) -> Tensor:
