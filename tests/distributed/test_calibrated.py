@@ -74,7 +74,7 @@ def assert_same_as_emulated(ranks: list[dict], emulated: dict) -> None:
 def test_what_is_calibrated_changes_the_run_and_a_wide_budget_is_nearly_dense(tmp_path):
     """The test above compares coded with coded: make sure that something is coded at all."""
     variants = {
-        "dense": dict(preset="dense", wire_dtype="bfloat16", boundary_budget=None),
+        "dense": dict(preset="dense", wire_dtype="bfloat16", boundary_budget=None, calibration_tokens=None),
         "default": {},
         "energy": dict(loss_weighted=False),
         "mean": dict(boundary_predictor="mean"),
