@@ -19,7 +19,8 @@ from .mesh import MeshGroups, MeshTopology
 from .metering import SocketMeter, exchange_json
 from .pipeline.assembly import ModelParts, build_stages, cut_model, load_model
 from .pipeline.microbatch import Batch, microbatch_keys
-from .pipeline.runner import PipelineRunner, Runner, SequentialRunner
+from .pipeline.runner import PipelineRunner, Runner
+from .pipeline.sequential import SequentialRunner
 from .planner import BytePlan, ModelShape, byte_plan
 from .waiting import Waiter, leave_world_at_exit, within
 
