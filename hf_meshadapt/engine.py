@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from .calibration import calibrate
 from .config import BoundaryConfig, MeshConfig
-from .figures import Figures, StepMeter, gather
 from .gradients import clip_coefficient, scale_gradients, squared_norm, sum_tied
+from .ledger import Ledger
 from .mesh import MeshGroups, MeshTopology
-from .metering import SocketMeter, exchange_json
+from .metering import exchange_json
 from .pipeline.assembly import ModelParts, build_stages, cut_model, load_model
 from .pipeline.microbatch import Batch, microbatch_keys
 from .pipeline.runner import PipelineRunner, Runner
@@ -42,8 +42,8 @@ class MeshEngine:
     def __init__(self, mesh: MeshConfig, boundary: BoundaryConfig, rank: int):
         self.mesh, self.boundary = mesh, boundary
         self.topology = MeshTopology(mesh.stages, mesh.replicas, rank)
-        self.sockets = SocketMeter()
-        self.step_meter = StepMeter()
+        self.ledger = Ledger()
+        self.sockets, self.step_meter = self.ledger.sockets, self.ledger.step_meter
         self.waiter = Waiter(self._describe_stage, mesh.timeout_seconds, self.step_meter.add_wait)
         self.groups: MeshGroups | None = None
         if not mesh.emulated:
@@ -56,8 +56,6 @@ class MeshEngine:
         self.calibrated = False
         self.calibration_cost: dict[str, float] | None = None
         self.features: torch.Tensor | None = None  # token features, shared by all boundaries
-        self.run_figures = Figures()
-        self._kept_bytes: dict[str, int] = {}
         self._cut: tuple | None = None
 
     def _make_groups(self) -> MeshGroups:
@@ -165,7 +163,7 @@ class MeshEngine:
     def calibrate(self, batches: list[Batch], rows: int) -> None:
         """Fits the boundaries on uncoded passes; see `calibration.calibrate`. What it cost is in `calibration_cost`."""
         started = time.monotonic()
-        with self.apart() as sent:
+        with self.ledger.apart() as sent:
             explained = calibrate(self, batches, rows)
         self.calibrated = True
         tokens, ranks = (
@@ -275,15 +273,8 @@ class MeshEngine:
 
     def take_logs(self) -> dict[str, float]:
         """Speed, waiting and bytes since the last call, equal on all ranks; one small sum over all ranks."""
-        sent = None
-        if self.sockets.available and self.groups is not None:
-            now = self.sockets.take_axis_bytes()
-            sent = {axis: count + self._kept_bytes.get(axis, 0) for axis, count in now.items()}
-        self._kept_bytes = {}
         stages = 1 if self.mesh.emulated else self.mesh.stages
-        figures = gather(self.step_meter.take(), sent, self._sum_over_ranks, stages=stages)
-        self.run_figures += figures
-        return figures.logs()
+        return self.ledger.take(self._sum_over_ranks, stages=stages, alone=self.groups is None).logs()
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -291,24 +282,6 @@ class MeshEngine:
             with self.naming("the last steps' figures from"):
                 dist.all_reduce(tensor, group=self.groups.save)
         return tensor.tolist()
-
-    def start_run(self) -> None:
-        """Forgets what was sent and timed so far: figures of a run begin with its first step."""
-        self.sockets.take_axis_bytes()
-        self.step_meter.take()
-        self._kept_bytes, self.run_figures = {}, Figures()
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[dict[str, int]]:
-        """Keeps what is sent within the context (evaluation, calibration) out of the figures of training.
-
-        Yields a dict that holds this rank's bytes by axis once the context has ended.
-        """
-        for axis, count in self.sockets.take_axis_bytes().items():
-            self._kept_bytes[axis] = self._kept_bytes.get(axis, 0) + count
-        spent: dict[str, int] = {}
-        yield spent
-        spent.update(self.sockets.take_axis_bytes())
 
     def plan(self, rows: int, length: int, accumulation: int) -> BytePlan:
         """What one optimizer step sends, from shapes alone. Collective over the pipeline the first time."""

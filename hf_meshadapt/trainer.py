@@ -160,7 +160,7 @@ class MeshAdaptMixin:
         self._accumulation = 0
         if self.engine.needs_calibration:
             self._calibrate(train_dataloader)
-        self.engine.start_run()
+        self.engine.ledger.start_run()
         return prepared
 
     def _calibrate(self, dataloader) -> None:
@@ -223,7 +223,7 @@ class MeshAdaptMixin:
         """Mean loss, unmasked, weighted as a single-process Trainer with all replicas' rows in one batch weighs it."""
         if description == "Prediction":
             raise NotImplementedError("predict() on a mesh: load the saved model with AutoModelForCausalLM instead")
-        with self.engine.apart():
+        with self.engine.ledger.apart():
             return self._evaluation_loop(dataloader, metric_key_prefix)
 
     def _evaluation_loop(self, dataloader, metric_key_prefix: str) -> EvalLoopOutput:
@@ -268,7 +268,7 @@ class MeshAdaptMixin:
             raise ValueError("mesh_report() before any training step: there is nothing to report yet")
         rows, accumulation = self._rows(training=True), self.args.gradient_accumulation_steps
         plan = self.engine.plan(rows, self._batch_length, accumulation)
-        return mesh_report(self.engine.run_figures.logs(), plan) | {"calibration": self.engine.calibration_cost}
+        return mesh_report(self.engine.ledger.run.logs(), plan) | {"calibration": self.engine.calibration_cost}
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,16 @@ HEAVY = ("torch.distributed", "accelerate", "transformers")
 LAYERS = [
     {"config", "mesh"},
     {"presets", "planner", "boundary", "gradients", "sampling", "waiting"},
-    {"metering", "figures", "checkpoint_folder", "checkpoint_state", "checkpoint", "shard_transfer", "pipeline"},
+    {
+        "metering",
+        "figures",
+        "ledger",
+        "checkpoint_folder",
+        "checkpoint_state",
+        "checkpoint",
+        "shard_transfer",
+        "pipeline",
+    },
     {"calibration"},
     {"engine"},
     {"mesh_checkpoint", "argument_checks", "arguments", "progress"},
