@@ -51,8 +51,8 @@ STUDY: dict[str, list[tuple[str, int, float, int]]] = {
         *((name, 4, 1e-4, 0) for name in _MAIN),
         ("transform_5", 8, 1e-4, 0),
         *((name, 4, 1e-4, 1) for name in ("dense", "transform_5")),
-        ("transform_10", 4, 1e-4, 0),
         *((name, 4, 1e-4, 2) for name in ("dense", "transform_5")),
+        ("transform_10", 4, 1e-4, 0),
         *(("transform_5", 8, 1e-4, seed) for seed in (1, 2)),
         *((name, 4, 1e-4, 0) for name in ("rotated_1bit", "quantize_4bit", "mask95_mean", "topk_5", "subspace_5")),
         *(("transform_10", 8, 1e-4, seed) for seed in (0, 1, 2)),
@@ -62,7 +62,7 @@ STUDY: dict[str, list[tuple[str, int, float, int]]] = {
         for seed in (0, 1, 2)
         for name in CONFIGURATIONS
     ],
-    "learning_rate": [(name, 4, rate, 0) for rate in (5e-5, 2e-4) for name in ("dense", "transform_5", "mask95_mean")],
+    "learning_rate": [(name, 4, rate, 0) for rate in (2e-4, 5e-5) for name in ("dense", "transform_5", "mask95_mean")],
 }  # fmt: skip
 
 
