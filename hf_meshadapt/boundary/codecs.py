@@ -64,7 +64,7 @@ class DenseCodec(Codec):
 class RandomMaskCodec(Codec):
     """Only a pseudo-random share of each token's entries travels; the gradient comes back on the same entries.
 
-    Never rescaled by 1/keep: on a pre-norm residual stream that breaks training (METHOD.md section 2). Source: arXiv
+    Never rescaled by 1/keep: on a pre-norm residual stream that breaks training. Source: arXiv
     2609.14339, which zero-fills and masks every token; the exact first token and the fill are ours.
     """
 

@@ -145,7 +145,7 @@ def test_components_are_decorrelated_with_the_stated_variances(weighted):
 
 
 def test_the_weight_is_regularised_relative_to_its_mean_diagonal():
-    """METHOD.md section 2: A = (C + eps mean(diag C) I)^(1/2), so that C's scale does not matter."""
+    """A = (C + eps mean(diag C) I)^(1/2), so that C's scale does not matter."""
     covariance, weight = random_covariance(), random_covariance(decay=2.0)
     tables, scaled = (fit_tables(covariance, w, HIDDEN, epsilon=0.1) for w in (weight, 1e6 * weight))
     torch.testing.assert_close(tables.variances, scaled.variances)
