@@ -59,15 +59,18 @@ class ArgumentChecks:
             setattr(self, name, resolved[name])
 
     def _resolve_calibration(self) -> None:
-        tokens, needed = self.calibration_tokens, self.boundary_config().needs_calibration
-        if tokens is not None and tokens < 1:
-            raise user_error("calibration_tokens", tokens, "must be at least 1", "Use 1 or more, 16384 if in doubt")
-        if tokens is not None and not needed:
-            raise user_error(
-                "calibration_tokens", tokens, "has no effect: this boundary needs no calibration",
-                "Use it with a predictor or with boundary_codec=transform, or leave it unset",
-            )  # fmt: skip
-        self.calibration_tokens = DEFAULT_CALIBRATION_TOKENS if needed and tokens is None else tokens
+        needed = self.boundary_config().needs_calibration
+        for name, example in (("calibration_tokens", DEFAULT_CALIBRATION_TOKENS), ("calibration_every", 100)):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise user_error(name, value, "must be at least 1", f"Use 1 or more, {example} if in doubt")
+            if value is not None and not needed:
+                raise user_error(
+                    name, value, "has no effect: this boundary needs no calibration",
+                    "Use it with a predictor or with boundary_codec=transform, or leave it unset",
+                )  # fmt: skip
+        if needed and self.calibration_tokens is None:
+            self.calibration_tokens = DEFAULT_CALIBRATION_TOKENS
 
     def _check_mesh(self) -> None:
         batches = ("per_device_train_batch_size", "per_device_eval_batch_size")

@@ -123,6 +123,13 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             "the boundaries looks at, uncoded. Default: 16384."
         },
     )
+    calibration_every: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps after which the boundaries are calibrated anew, on the same tokens: the model drifts "
+            "away from the one that they were fitted to. Default: only before the first step."
+        },
+    )
     mask_ratio: float | None = field(
         default=None,
         metadata={

@@ -48,9 +48,14 @@ def calibrate(engine: MeshEngine, batches: list[Batch], rows: int) -> dict[int, 
         for chunk, stage in parts.stages.items()
         if stage.receive is not None
     }
+    if boundary.predictor == "token" and len(batches) < 2:
+        logger.warning(
+            "The calibration saw one batch only, so that the token predictor cannot be checked and the channel mean is "
+            "used instead: raise calibration_tokens to two batches or more"
+        )
     for index, batch in enumerate(batches):
         for observer in observers.values():
-            observer.held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+            observer.held_out = held_out(index, len(batches))
         engine.runner.observe_batch(batch, rows, observers, gradients=boundary.fits_transforms)
     fits = {}
     for chunk, observer in observers.items():
@@ -65,6 +70,12 @@ def calibrate(engine: MeshEngine, batches: list[Batch], rows: int) -> dict[int, 
         )
     hand_over(engine, {chunk: fit.state() for chunk, fit in fits.items()})
     return {chunk: fit.explained for chunk, fit in fits.items()}
+
+
+def held_out(index: int, num_batches: int) -> bool:
+    """Whether a calibration batch only checks the predictor: every fourth, and the last of two or three."""
+    every = min(HELD_OUT_EVERY, num_batches)
+    return every > 1 and index % every == every - 1
 
 
 def hand_over(engine: MeshEngine, states: dict[int, dict[str, Tensor]]) -> None:

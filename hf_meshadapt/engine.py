@@ -161,19 +161,19 @@ class MeshEngine:
         return self.runner.eval_batch(batch, rows)
 
     def calibrate(self, batches: list[Batch], rows: int) -> None:
-        """Fits the boundaries on uncoded passes; see `calibration.calibrate`. What it cost is in `calibration_cost`."""
+        """Fits the boundaries on uncoded passes; see `calibration.calibrate`. `calibration_cost` adds up what it cost."""
         started = time.monotonic()
         with self.ledger.apart() as sent:
             explained = calibrate(self, batches, rows)
         self.calibrated = True
-        tokens, ranks = (
-            sum(batch["labels"].numel() for batch in batches),
-            1 if self.groups is None else self.mesh.stages,
-        )
-        tokens, sent_bytes = self._sum_over_ranks([tokens / ranks, float(sum(sent.values()))])
-        self.calibration_cost = {"tokens": tokens, "seconds": time.monotonic() - started, "bytes": sent_bytes}
+        ranks = 1 if self.groups is None else self.mesh.stages
+        tokens = sum(batch["labels"].numel() for batch in batches) / ranks
+        tokens, sent_bytes = self._sum_over_ranks([tokens, float(sum(sent.values()))])
+        cost = {"passes": 1, "tokens": tokens, "seconds": time.monotonic() - started, "bytes": sent_bytes}
+        before = self.calibration_cost or {}
+        self.calibration_cost = {name: before.get(name, 0) + value for name, value in cost.items()}
         shares = ", ".join(f"chunk {chunk}: {share:.2f}" for chunk, share in explained.items()) or "none here"
-        logger.info("Boundaries calibrated: %s; token predictor explains %s", self.calibration_cost, shares)
+        logger.info("Boundaries calibrated: %s; token predictor explains %s", cost, shares)
 
     @property
     def needs_calibration(self) -> bool:

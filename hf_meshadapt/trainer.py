@@ -183,9 +183,16 @@ class MeshAdaptMixin:
             batches.append(self._prepare_inputs(mine))
         self.engine.calibrate(batches, rows)
 
+    def _calibration_is_due(self) -> bool:
+        every, step = self.args.calibration_every, self.state.global_step
+        # A resumed run arrives at a step as the uninterrupted one does: the checkpoint was written before.
+        return bool(every and step and step % every == 0)
+
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         engine, meter = self.engine, self.engine.step_meter
         if self._accumulation == 0:
+            if self._calibration_is_due():
+                self._calibrate(self.callback_handler.train_dataloader)
             meter.start_step()
         sync = self.accelerator.sync_gradients
         rows = self._rows(training=True)
@@ -260,7 +267,7 @@ class MeshAdaptMixin:
     def mesh_report(self) -> dict:
         """Speed and bytes of the run so far (whole log intervals) beside the plan: `tokens_per_second`, and by axis and
         in `total` `bytes_per_token` (as the sockets sent), `planned_bytes_per_token` and `bytes_ratio_to_dense` (as
-        planned). Apart from these, `calibration`: tokens, seconds and bytes, None where there was none.
+        planned). Apart from these, `calibration`: passes, tokens, seconds and bytes, None where there was none.
 
         Planned figures count padding as tokens; they are of the last batch's shape. Collective: call it on all ranks.
         """

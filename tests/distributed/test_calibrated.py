@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from hf_meshadapt.calibration import held_out
 from tests import traffic
 from tests.equality import collate, mesh_trainer, tiny_model
 from tests.runs import ROWS, assert_same_run, fork, train
@@ -155,6 +156,37 @@ def test_another_codec_or_predictor_is_calibrated_anew(other, tmp_path):
         fork(train, 1, save_at=(2,), **options, **before)
         (resumed,) = fork(train, 1, resume=True, **options, **after)
         assert resumed["calibrations"] == 1 and "calibrated anew" in resumed["warnings"][0]
+
+
+# A refresh that falls on the step at which the run is resumed, and one after it.
+REFRESHED = CALIBRATED | dict(calibration_every=1, calibration_tokens=300)
+
+
+def test_refreshed_fits_follow_the_model_alike_on_both_ends_and_through_a_resume(tmp_path):
+    options = dict(kind="llama", pipeline_stages=2, **REFRESHED)
+    whole = fork(train, 2, folder=tmp_path / "run", save_at=(2,), **options)
+    resumed = fork(train, 2, folder=tmp_path / "run", resume=True, **options)
+    assert_same_run(resumed, whole)
+    assert [run["calibrations"] for run in (*whole, *resumed)] == [4, 4, 2, 2]
+    (emulated,) = fork(train, 1, folder=tmp_path / "emulated", **options)
+    assert_same_as_emulated(whole, emulated)
+    (stale,) = fork(train, 1, folder=tmp_path / "stale", **options | dict(calibration_every=None))
+    name = "1/weights"
+    assert not torch.equal(stale["fits"][name], emulated["fits"][name])
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3, 4, 5, 9])
+def test_the_predictor_is_checked_on_batches_that_it_was_not_fitted_on(num_batches):
+    held = [held_out(index, num_batches) for index in range(num_batches)]
+    assert sum(held) == (0 if num_batches == 1 else max(1, num_batches // 4))
+
+
+def test_a_calibration_that_cannot_check_the_predictor_says_so(tmp_path):
+    options = CALIBRATED | dict(calibration_tokens=1, max_steps=1, eval_strategy="no", pipeline_stages=2)
+    (run,) = fork(train, 1, folder=tmp_path, kind="llama", **options)
+    (warning,) = run["warnings"]
+    assert "one batch only" in warning and "raise calibration_tokens" in warning
+    assert float(run["fits"]["1/explained"]) == 0.0
 
 
 # Sockets -------------------------------------------------------------------------------------------------------------
