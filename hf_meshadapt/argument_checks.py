@@ -54,6 +54,12 @@ class ArgumentChecks:
                 "wire_dtype", self.wire_dtype, "has no effect with one stage: nothing crosses a boundary",
                 "Set pipeline_stages to 2 or more, or leave it unset",
             )  # fmt: skip
+        target = resolved["boundary_target_step_seconds"]
+        if target is not None and resolved["link_bits_per_second"] is None and self.emulated:
+            raise user_error(
+                "boundary_target_step_seconds", target, "one process has no links whose rate could be measured",
+                "Set link_bits_per_second too, for example 100e6 for 100 Mbit/s",
+            )  # fmt: skip
         self.wire_dtype = self.wire_dtype or default_dtype
         for name in names:
             setattr(self, name, resolved[name])

@@ -88,6 +88,22 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             "Default: 0.05. With random_mask it is 1 - mask_ratio."
         },
     )
+    boundary_target_step_seconds: float | None = field(
+        default=None,
+        metadata={
+            "help": "transform: seconds that an optimizer step may take for its passes and what they send over the "
+            "boundaries; gradient synchronisation and the optimizer come on top. The calibration measures links and "
+            "passes and raises the budget of each boundary above boundary_budget, its floor, where the loss gains most, as "
+            "far as the predicted step fits. Default: boundary_budget everywhere."
+        },
+    )
+    link_bits_per_second: float | None = field(
+        default=None,
+        metadata={
+            "help": "Rate of every link between stages, each way, for boundary_target_step_seconds. Default: measured, "
+            "which the emulated mesh cannot."
+        },
+    )
     forward_share: float | None = field(
         default=None,
         metadata={"help": "Share of the budget that activations get, gradients the rest. Default: 0.75."},
@@ -241,6 +257,8 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             predictor=self.boundary_predictor,
             wire_dtype=self.wire_dtype,
             budget=self.boundary_budget or 0.0,
+            target_step_seconds=self.boundary_target_step_seconds,
+            link_bits_per_second=self.link_bits_per_second,
             forward_share=0.75 if self.forward_share is None else self.forward_share,
             loss_weighted=self.loss_weighted is not False,
             bits=4 if self.boundary_bits is None else self.boundary_bits,

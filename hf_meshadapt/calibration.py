@@ -8,12 +8,14 @@ eigenvector, only on the bytes that they exchange. Collective over the mesh, bef
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .adaptive import PassTimer, Workload, adapt_budgets
 from .boundary.fitting import BoundaryFit, fit_boundary
 from .boundary.observer import Observer
 from .boundary.predictor import FEATURE_SIZE, project_embedding
@@ -31,12 +33,31 @@ MAX_FEATURE_SHARE = 0.05
 MIN_FEATURE_SIZE = 16
 
 
-def calibrate(engine: MeshEngine, batches: list[Batch], rows: int) -> dict[int, float]:
-    """Fits all boundaries.
+def calibrate(engine: MeshEngine, batches: list[Batch], rows: int, accumulation: int) -> dict[str, float]:
+    """Fits all boundaries and, where budgets are adaptive, chooses them.
 
     Args:
         batches: of this process's replicas, as for `MeshEngine.train_batch`; the same number on every rank.
         rows: rows per replica.
+        accumulation: accumulation steps of an optimizer step.
+
+    Returns:
+        What it cost all ranks: `passes` (1, this calibration), `tokens`, `seconds`, `bytes`.
+    """
+    started = time.monotonic()
+    with engine.ledger.apart() as sent:
+        explained = fit_boundaries(engine, batches, rows, accumulation)
+    ranks = 1 if engine.groups is None else engine.mesh.stages
+    tokens = sum(batch["labels"].numel() for batch in batches) / ranks
+    tokens, sent_bytes = engine.sum_over_ranks([tokens, float(sum(sent.values()))])
+    cost = {"passes": 1, "tokens": tokens, "seconds": time.monotonic() - started, "bytes": sent_bytes}
+    shares = ", ".join(f"chunk {chunk}: {share:.2f}" for chunk, share in explained.items()) or "none here"
+    logger.info("Boundaries calibrated: %s; token predictor explains %s", cost, shares)
+    return cost
+
+
+def fit_boundaries(engine: MeshEngine, batches: list[Batch], rows: int, accumulation: int) -> dict[int, float]:
+    """Looks, fits, chooses budgets and hands over; arguments as for `calibrate`.
 
     Returns:
         Share of the held-out energy that the token predictor explains, by receiving chunk of this rank.
@@ -53,11 +74,13 @@ def calibrate(engine: MeshEngine, batches: list[Batch], rows: int) -> dict[int, 
             "The calibration saw one batch only, so that the token predictor cannot be checked and the channel mean is "
             "used instead: raise calibration_tokens to two batches or more"
         )
+    timer = PassTimer(engine)
     for index, batch in enumerate(batches):
         for observer in observers.values():
             observer.held_out = held_out(index, len(batches))
-        engine.runner.observe_batch(batch, rows, observers, gradients=boundary.fits_transforms)
-    fits = {}
+        with timer.timing():
+            engine.runner.observe_batch(batch, rows, observers, gradients=boundary.fits_transforms)
+    fits, energies = {}, {}
     for chunk, observer in observers.items():
         moments = observer.moments()
         for tensor in moments.tensors():
@@ -68,6 +91,10 @@ def calibrate(engine: MeshEngine, batches: list[Batch], rows: int) -> dict[int, 
             weighted=boundary.codec == "transform" and boundary.loss_weighted,
             predicted=boundary.predictor != "none",
         )
+        energies[chunk] = moments.gradient_energy
+    if boundary.adaptive:
+        length = round(sum(batch["labels"].shape[1] for batch in batches) / len(batches))
+        adapt_budgets(engine, fits, energies, Workload(rows, length, accumulation, timer.busy_seconds()))
     hand_over(engine, {chunk: fit.state() for chunk, fit in fits.items()})
     return {chunk: fit.explained for chunk, fit in fits.items()}
 
@@ -140,6 +167,8 @@ def boundary_state(engine: MeshEngine) -> dict[str, Tensor]:
     if not engine.boundary.needs_calibration:
         return {}
     state = {} if engine.features is None else {"features": engine.features}
+    if engine.boundary.budgets is not None:
+        state["budgets"] = torch.tensor(engine.boundary.budgets, dtype=torch.float64)
     for chunk, stage in engine.parts.stages.items():
         for after, end in ((chunk, stage.receive), (chunk + 1, stage.send)):
             if end is not None and end.coder is not None:
@@ -150,6 +179,8 @@ def boundary_state(engine: MeshEngine) -> dict[str, Tensor]:
 def load_boundary_state(engine: MeshEngine, state: dict[str, Tensor]) -> None:
     """Takes over what `boundary_state` of all ranks held together."""
     engine.features = state["features"].to(engine.device) if "features" in state else None
+    if "budgets" in state:
+        engine.set_budgets(tuple(state["budgets"].tolist()))
     for chunk in range(1, engine.mesh.num_chunks):
         prefix = f"{chunk}/"
         set_fit(engine, chunk, {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})

@@ -7,7 +7,7 @@ Pure data: no torch, no transformers. Values are validated where a user can stil
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIRE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -79,6 +79,9 @@ class BoundaryConfig:
         wire_dtype: dtype of uncoded values on the wire, a key of `WIRE_DTYPE_BYTES`.
         budget: bytes of both directions over those of dense bfloat16, everything included; for `topk_free_indices`
             all but the indices. Without effect on codecs that have a size of their own.
+        budgets: of every boundary, where they differ; see `at`.
+        target_step_seconds: the calibration raises budgets above `budget` as long as a step fits in this time.
+        link_bits_per_second: rate of every link where it shall not be measured.
         forward_share: share of the budget that the forward direction gets; bottleneck shares equally.
         loss_weighted: transform: spend bits where the loss feels them rather than where the energy is.
         bits: quantize, aq_sgd: bits of an entry; gradients of aq_sgd get twice as many.
@@ -92,6 +95,9 @@ class BoundaryConfig:
     predictor: str = "none"
     wire_dtype: str = "float32"
     budget: float = 0.0
+    budgets: tuple[float, ...] | None = None
+    target_step_seconds: float | None = None
+    link_bits_per_second: float | None = None
     forward_share: float = 0.75
     loss_weighted: bool = True
     bits: int = 4
@@ -120,6 +126,15 @@ class BoundaryConfig:
         """Bytes of one uncoded value on the wire."""
         return WIRE_DTYPE_BYTES[self.wire_dtype]
 
+    @property
+    def adaptive(self) -> bool:
+        """The calibration chooses a budget for every boundary."""
+        return self.target_step_seconds is not None
+
+    def at(self, boundary: int) -> BoundaryConfig:
+        """What crosses one boundary, its own budget in `budget`: what sizes and coders are made from."""
+        return self if self.budgets is None else replace(self, budget=self.budgets[boundary], budgets=None)
+
     def num_kept(self, hidden_size: int) -> int:
         """random_mask: entries of a token that travel: floor(keep x hidden + 0.5), at least one."""
         return max(1, math.floor((1.0 - self.mask_ratio) * hidden_size + 0.5))
@@ -131,6 +146,7 @@ class BoundaryConfig:
 
     def sequence_bytes(self, length: int, hidden_size: int, direction: str) -> int:
         """Bytes that one sequence of `length` tokens puts on the wire; `direction` is forward or backward."""
+        assert self.budgets is None, "boundaries differ: ask at(boundary)"
         if self.straight_through:
             return 2 * self._coded_values(length, hidden_size, direction)
         values = self.values_per_sequence(length, hidden_size) if self.coded else length * hidden_size

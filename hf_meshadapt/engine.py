@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ class MeshEngine:
         self.calibrated = False
         self.calibration_cost: dict[str, float] | None = None
         self.features: torch.Tensor | None = None  # token features, shared by all boundaries
+        self.busy_seconds: float | None = None  # of the busiest rank in a pass; None measures, a test gives its own
         self._cut: tuple | None = None
 
     def _make_groups(self) -> MeshGroups:
@@ -160,20 +161,16 @@ class MeshEngine:
         """Summed token loss of this process's replicas, unmasked; 0 where the last chunk is elsewhere."""
         return self.runner.eval_batch(batch, rows)
 
-    def calibrate(self, batches: list[Batch], rows: int) -> None:
+    def calibrate(self, batches: list[Batch], rows: int, accumulation: int) -> None:
         """Fits the boundaries on uncoded passes; see `calibration.calibrate`. `calibration_cost` adds up what it cost."""
-        started = time.monotonic()
-        with self.ledger.apart() as sent:
-            explained = calibrate(self, batches, rows)
+        cost, before = calibrate(self, batches, rows, accumulation), self.calibration_cost or {}
         self.calibrated = True
-        ranks = 1 if self.groups is None else self.mesh.stages
-        tokens = sum(batch["labels"].numel() for batch in batches) / ranks
-        tokens, sent_bytes = self._sum_over_ranks([tokens, float(sum(sent.values()))])
-        cost = {"passes": 1, "tokens": tokens, "seconds": time.monotonic() - started, "bytes": sent_bytes}
-        before = self.calibration_cost or {}
         self.calibration_cost = {name: before.get(name, 0) + value for name, value in cost.items()}
-        shares = ", ".join(f"chunk {chunk}: {share:.2f}" for chunk, share in explained.items()) or "none here"
-        logger.info("Boundaries calibrated: %s; token predictor explains %s", cost, shares)
+
+    def set_budgets(self, budgets: tuple[float, ...]) -> None:
+        """Sets the budget of every boundary, on all ranks alike; fits must follow."""
+        self.boundary = replace(self.boundary, budgets=budgets)
+        self.runner.set_boundary(self.boundary)
 
     @property
     def needs_calibration(self) -> bool:
@@ -207,13 +204,10 @@ class MeshEngine:
         Gathered and summed in stage order rather than all-reduced, so that every rank, and the emulated mesh, gets the
         same bits.
         """
-        chunks = {
-            chunk: squared_norm(parameter for _, parameter in self.parts.parameters_of(chunk))
-            for chunk in self.parts.stages
-        }
+        owned = map(self.parts.parameters_of, self.parts.stages)
+        mine = torch.stack([squared_norm(parameter for _, parameter in named) for named in owned])
         if self.groups is None or self.mesh.num_chunks == 1:
-            return torch.stack(list(chunks.values())).sum().sqrt()
-        mine = torch.stack(list(chunks.values()))
+            return mine.sum().sqrt()
         gathered = [torch.empty_like(mine) for _ in range(self.mesh.stages)]
         with self._waiting("the other stages' gradient norms from", self._pipeline):
             dist.all_gather(gathered, mine, group=self.groups.control)
@@ -274,9 +268,10 @@ class MeshEngine:
     def take_logs(self) -> dict[str, float]:
         """Speed, waiting and bytes since the last call, equal on all ranks; one small sum over all ranks."""
         stages = 1 if self.mesh.emulated else self.mesh.stages
-        return self.ledger.take(self._sum_over_ranks, stages=stages, alone=self.groups is None).logs()
+        return self.ledger.take(self.sum_over_ranks, stages=stages, alone=self.groups is None).logs()
 
-    def _sum_over_ranks(self, values: list[float]) -> list[float]:
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Sums a list of figures, element by element, over all ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.groups is not None:
             with self.naming("the last steps' figures from"):

@@ -64,6 +64,11 @@ class StepMeter:
         yield
         self.add_wait(self._clock() - started)
 
+    @property
+    def wait_seconds(self) -> float:
+        """Waited since the last `take`, so far."""
+        return self._totals.wait_seconds
+
     def add_wait(self, seconds: float) -> None:
         self._totals.wait_seconds += seconds
 

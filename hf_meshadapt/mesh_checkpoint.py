@@ -193,7 +193,11 @@ def _write_state(site: SaveSite, optimizer: torch.optim.Optimizer, scheduler_sta
 
 def fitted_for(boundary: BoundaryConfig) -> list:
     """What a calibration's outcome depends on, as JSON gives it back."""
-    return [boundary.predictor, boundary.fits_transforms, boundary.codec == "transform" and boundary.loss_weighted]
+    fitted = [boundary.predictor, boundary.fits_transforms, boundary.codec == "transform" and boundary.loss_weighted]
+    if boundary.adaptive:
+        fitted += [boundary.target_step_seconds, boundary.link_bits_per_second, boundary.budget]
+        fitted += [boundary.forward_share, boundary.exact_first_token]
+    return fitted
 
 
 def layers_of(engine: MeshEngine) -> list[int]:

@@ -191,8 +191,12 @@ def byte_plan(
             f"chunk_parameters has {len(model.chunk_parameters)} entries, the mesh has {mesh.num_chunks} chunks "
             f"({mesh.stages} stages x {mesh.chunks_per_rank}); give one entry per chunk"
         )
+    rows = sequences * accumulation
     boundary_bytes = {
-        direction: sequences * accumulation * boundary.sequence_bytes(length, model.hidden_size, direction)
+        direction: [
+            rows * boundary.at(index).sequence_bytes(length, model.hidden_size, direction)
+            for index in range(mesh.num_boundaries)
+        ]
         for direction in ("forward", "backward")
     }
     links = [
@@ -236,16 +240,21 @@ def _data_parallel_ranks(mesh: MeshConfig, stage: int) -> list[int]:
     return [replica * mesh.stages + stage for replica in range(mesh.replicas)]
 
 
-def _pipeline(mesh: MeshConfig, packed_bytes: dict[str, int], messages: int) -> Iterator[LinkBytes]:
-    """Activations to the next chunk's rank and gradients back, per boundary and replica; bytes by direction."""
+def _pipeline(mesh: MeshConfig, packed_bytes: dict[str, list[int]], messages: int) -> Iterator[LinkBytes]:
+    """Activations to the next chunk's rank and gradients back, per boundary and replica.
+
+    Args:
+        packed_bytes: by direction and boundary.
+    """
     for replica in range(mesh.replicas):
         ranks = _pipeline_ranks(mesh, replica)
         for boundary in range(mesh.num_boundaries):
             near, far = ranks[boundary % mesh.stages], ranks[(boundary + 1) % mesh.stages]
             if near == far:
                 continue  # chunks of one rank hand over in memory
-            yield LinkBytes("pipeline", near, far, packed_bytes["forward"], messages, boundary, "forward")
-            yield LinkBytes("pipeline", far, near, packed_bytes["backward"], messages, boundary, "backward")
+            forward, backward = (packed_bytes[direction][boundary] for direction in ("forward", "backward"))
+            yield LinkBytes("pipeline", near, far, forward, messages, boundary, "forward")
+            yield LinkBytes("pipeline", far, near, backward, messages, boundary, "backward")
 
 
 def _tied(model: ModelShape, mesh: MeshConfig) -> Iterator[LinkBytes]:

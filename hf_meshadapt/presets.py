@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .config import CODECS, PREDICTORS
 
 # What each codec's own fields are when nobody says otherwise; a field that a codec lacks has no effect with it.
@@ -10,6 +12,8 @@ CODEC_FIELDS: dict[str, dict] = {
     "random_mask": {"mask_ratio": 0.95, "mask_seed": None, "exact_first_token": False, "boundary_predictor": "none"},
     "transform": {
         "boundary_budget": 0.05,
+        "boundary_target_step_seconds": None,
+        "link_bits_per_second": None,
         "forward_share": 0.75,
         "loss_weighted": True,
         "exact_first_token": True,
@@ -48,6 +52,8 @@ OFF = {
     "exact_first_token": False,
     "boundary_predictor": "none",
     "boundary_budget": None,
+    "boundary_target_step_seconds": None,
+    "link_bits_per_second": None,
     "forward_share": None,
     "loss_weighted": None,
     "boundary_bits": None,
@@ -136,6 +142,7 @@ def _refuse_without_boundary(preset: str, codec: str, given: dict) -> None:
 def _check_ranges(fields: dict) -> None:
     _check_mask_ratio(fields["mask_ratio"])
     _check_budget(fields["boundary_budget"])
+    _check_target(fields)
     share = fields["forward_share"]
     if share is not None and not 0.0 < share < 1.0:
         raise user_error("forward_share", share, "must lie in (0, 1)", "Use 0.75: the forward direction needs more")
@@ -156,6 +163,27 @@ def _check_ranges(fields: dict) -> None:
 def _check_budget(budget: float | None) -> None:
     if budget is not None and not 0.0 < budget <= 1.0:
         raise user_error("boundary_budget", budget, "must lie in (0, 1]", "Use 0.05 for 5% of the dense bytes")
+
+
+def _check_target(fields: dict) -> None:
+    target, rate = fields["boundary_target_step_seconds"], fields["link_bits_per_second"]
+    if target is not None and not 0.0 < target < math.inf:
+        raise user_error(
+            "boundary_target_step_seconds", target, "must be a positive number of seconds",
+            "Use the step_seconds that you can afford, or leave it unset for boundary_budget everywhere",
+        )  # fmt: skip
+    if target is not None and fields["boundary_budget"] == 1.0:
+        raise user_error(
+            "boundary_target_step_seconds", target, "has no effect with boundary_budget=1.0: no budget is larger",
+            "Lower boundary_budget, which is the least that every boundary gets",
+        )  # fmt: skip
+    if rate is not None and not 0.0 < rate < math.inf:
+        raise user_error("link_bits_per_second", rate, "must be a positive number", "Use 100e6 for 100 Mbit/s")
+    if rate is not None and target is None:
+        raise user_error(
+            "link_bits_per_second", rate, "has no effect without boundary_target_step_seconds",
+            "Set that too, or leave this unset",
+        )  # fmt: skip
 
 
 def _check_mask_ratio(ratio: float) -> None:

@@ -181,7 +181,7 @@ class MeshAdaptMixin:
             left -= batch["labels"].numel()
             mine = {name: value[rows * local[0] : rows * (local[-1] + 1)] for name, value in batch.items()}
             batches.append(self._prepare_inputs(mine))
-        self.engine.calibrate(batches, rows)
+        self.engine.calibrate(batches, rows, self.args.gradient_accumulation_steps)
 
     def _calibration_is_due(self) -> bool:
         every, step = self.args.calibration_every, self.state.global_step
@@ -267,7 +267,8 @@ class MeshAdaptMixin:
     def mesh_report(self) -> dict:
         """Speed and bytes of the run so far (whole log intervals) beside the plan: `tokens_per_second`, and by axis and
         in `total` `bytes_per_token` (as the sockets sent), `planned_bytes_per_token` and `bytes_ratio_to_dense` (as
-        planned). Apart from these, `calibration`: passes, tokens, seconds and bytes, None where there was none.
+        planned). Apart from these, `calibration`: passes, tokens, seconds and bytes, None where there was none; and
+        `boundary_budgets`: by boundary, None where boundary_budget is that of all.
 
         Planned figures count padding as tokens; they are of the last batch's shape. Collective: call it on all ranks.
         """
@@ -275,7 +276,10 @@ class MeshAdaptMixin:
             raise ValueError("mesh_report() before any training step: there is nothing to report yet")
         rows, accumulation = self._rows(training=True), self.args.gradient_accumulation_steps
         plan = self.engine.plan(rows, self._batch_length, accumulation)
-        return mesh_report(self.engine.ledger.run.logs(), plan) | {"calibration": self.engine.calibration_cost}
+        return mesh_report(self.engine.ledger.run.logs(), plan) | {
+            "calibration": self.engine.calibration_cost,
+            "boundary_budgets": self.engine.boundary.budgets,
+        }
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

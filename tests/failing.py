@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_meshadapt import engine, mesh_checkpoint
+from hf_meshadapt import adaptive, engine, mesh_checkpoint
 
 from .equality import mesh_trainer, tiny_model
 from .launch import start_ranks
@@ -64,6 +64,7 @@ PLACES = {
     "evaluate": lambda trainer: (trainer.engine, "eval_batch"),
     "save": lambda trainer: (mesh_checkpoint, "save_stage"),
     "groups": lambda trainer: (engine, "MeshGroups"),
+    "probe": lambda trainer: (adaptive, "measure_links"),
 }
 
 

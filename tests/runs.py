@@ -43,18 +43,20 @@ def train(rank: int, *, folder: Path, kind: str, resume=None, save_at=(), machin
         resume: True or a checkpoint.
         save_at: steps after which it saves a checkpoint.
         machine_size: ranks per machine with a disk of its own, `folder / "machine-i"`; all share `folder` by default.
-        options: `dropout`, `rows`, and what `mesh_trainer` takes.
+        options: `dropout`, `rows`, `busy_seconds` (of the engine), and what `mesh_trainer` takes.
 
     Returns:
-        Losses, this rank's weights with its copy of a tied head, its boundaries' fits, how often it calibrated, its
-        bytes to save, and what was warned of.
+        Losses, this rank's weights with its copy of a tied head, its boundaries' fits and budgets, how often it
+        calibrated, its bytes to save, and what was warned of.
     """
     if machine_size:
         os.environ.update(LOCAL_RANK=str(rank % machine_size), LOCAL_WORLD_SIZE=str(machine_size))
         folder = folder / f"machine-{rank // machine_size}"
     warnings = collect_warnings()
     model = tiny_model(kind, dropout=options.pop("dropout", 0.0))
+    busy_seconds = options.pop("busy_seconds", None)
     trainer = mesh_trainer(model, options.pop("rows", ROWS), str(folder), **options)
+    trainer.engine.busy_seconds = busy_seconds
     trainer.add_callback(SaveAt(save_at))
     calibrate, calibrated = trainer.engine.calibrate, []
     trainer.engine.calibrate = lambda *args: calibrated.append(calibrate(*args))
@@ -67,7 +69,10 @@ def outcome(trainer) -> dict:
     parts = trainer.engine.parts
     state = parts.model.state_dict()
     weights = {name: state[name] for name in [*parts.saved_names(), *parts.stored_name_of_copy()]}
-    return summary(trainer, weights) | {"fits": boundary_state(trainer.engine)}
+    return summary(trainer, weights) | {
+        "fits": boundary_state(trainer.engine),
+        "budgets": trainer.engine.boundary.budgets,
+    }
 
 
 def collect_warnings() -> list[str]:

@@ -22,10 +22,13 @@ def measure(rank: int, folder: str, mesh: dict) -> dict:
     """Bytes of one replica-step by axis, on all ranks together, after two warm-up steps; and the plan."""
     from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
 
+    mesh = dict(mesh)
+    busy_seconds = mesh.pop("busy_seconds", None)
     settings = COMMON | {"max_steps": 4, "eval_strategy": "no", "gradient_accumulation_steps": ACCUMULATION}
     settings |= {"preset": "dense", "per_device_train_batch_size": ROWS, **mesh}
     args = MeshAdaptArguments(output_dir=folder, **settings)
     trainer = MeshAdaptTrainer(model=wide_model(), args=args, train_dataset=Rows(400), data_collator=collate_fixed)
+    trainer.engine.busy_seconds = busy_seconds
     trainer.train()
     plan = trainer.engine.plan(ROWS, 16, ACCUMULATION)
     logs = [log for log in trainer.state.log_history if "loss" in log][1:]  # the first step makes the schedule
@@ -36,6 +39,8 @@ def measure(rank: int, folder: str, mesh: dict) -> dict:
         "measured": measured,
         "planned": {axis: plan.axis_bytes(axis) for axis in axes},
         "framing": {axis: plan.framing_bytes(axis) for axis in axes},
+        "report": trainer.mesh_report(),
+        "boundaries": plan.to_dict()["boundaries"],
     }
 
 

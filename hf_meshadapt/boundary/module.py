@@ -22,7 +22,11 @@ from hf_meshadapt.config import BoundaryConfig
 def wire_tensors(
     config: BoundaryConfig, hidden_size: int, batch: int, length: int, coded: bool, device: torch.device | str
 ) -> tuple[Tensor, ...]:
-    """Empty tensors like those that one microbatch puts on the wire: payload, and carrier where there is one."""
+    """Empty tensors like those that one microbatch puts on the wire: payload, and carrier where there is one.
+
+    Args:
+        config: of this boundary (`BoundaryConfig.at`).
+    """
     if coded and config.straight_through:
         payload = torch.empty(batch, config.sequence_bytes(length, hidden_size, "forward"), dtype=torch.uint8)
         return payload.to(device), empty_carrier(config, hidden_size, batch, length, device)
@@ -35,12 +39,16 @@ class _BoundaryEnd(nn.Module):
 
     def __init__(self, config: BoundaryConfig, boundary: int, hidden_size: int) -> None:
         super().__init__()
-        self.config, self.boundary, self.hidden_size = config, boundary, hidden_size
+        self.config, self.boundary, self.hidden_size = config.at(boundary), boundary, hidden_size
         self._codecs = {coded: make_codec(config, hidden_size, coded) for coded in (False, True)}
         self.coder: BoundaryCoder | None = None
         self.first_visit = False  # the runner's word that this batch has samples that aq_sgd must send whole
         if config.straight_through and not config.needs_calibration:
             self.set_fit(BoundaryFit.empty(hidden_size), None)
+
+    def set_config(self, config: BoundaryConfig) -> None:
+        """Takes other budgets; a fit must follow, since the coder of the old ones is gone."""
+        self.config, self.coder = config.at(self.boundary), None
 
     def set_fit(self, fit: BoundaryFit, table: Tensor | None) -> None:
         """Takes what calibration found out; both ends must get the same."""

@@ -51,6 +51,12 @@ class BoundaryMoments:
     def num_tokens(self) -> int:
         return int(self.features[-1, -1])
 
+    @property
+    def gradient_energy(self) -> float:
+        """Mean squared norm of a token's gradient: what tells boundaries apart by how much the loss feels them."""
+        count, energy = self.energies.double().sum(0).tolist()
+        return energy / count if count else 0.0
+
     def add(self, features: Tensor, hidden: Tensor, tokens: Tensor, held_out: bool) -> None:
         """Adds a microbatch.
 

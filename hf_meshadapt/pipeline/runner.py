@@ -79,6 +79,14 @@ class Runner(ABC):
             for stage in self.parts.stages.values():
                 stage.observer = None
 
+    def set_boundary(self, boundary: BoundaryConfig) -> None:
+        """Takes other budgets, at the ends too, which then need a fit; on all ranks together."""
+        self.boundary = boundary
+        for stage in self.parts.stages.values():
+            for end in (stage.receive, stage.send):
+                if end is not None:
+                    end.set_config(boundary)
+
     def _set_mode(self, training: bool) -> None:
         for stage in self.parts.stages.values():
             if stage.training != training or stage.model.training != training:
@@ -127,6 +135,11 @@ class PipelineRunner(Runner):
         }
         self._schedules: dict[tuple, tuple] = {}
 
+    def set_boundary(self, boundary):
+        super().set_boundary(boundary)
+        # Buffers of coded passes have the old budgets' sizes.
+        self._schedules = {shape: made for shape, made in self._schedules.items() if shape[-1] != "train"}
+
     def _train(self, batch, rows, keys, num_items, sync):
         count = self.mesh.microbatches
         mode = "first visit" if self._first_visit(batch) else "train"
@@ -168,9 +181,15 @@ class PipelineRunner(Runner):
         observe (uncoded, with backward)."""
         layout, last = self.parts.layout, self.parts.num_chunks - 1
         backward = mode != "eval"
-        wire = wire_tensors(self.boundary, layout.hidden_size, rows, length, mode == "train", "meta")
-        wire = tuple(tensor.requires_grad_(backward and tensor.is_floating_point()) for tensor in wire)
-        gradients = tuple(tensor.detach() if tensor.is_floating_point() else None for tensor in wire)
+
+        def wire(index: int) -> tuple[torch.Tensor, ...]:
+            config = self.boundary.at(index)
+            tensors = wire_tensors(config, layout.hidden_size, rows, length, mode == "train", "meta")
+            return tuple(tensor.requires_grad_(backward and tensor.is_floating_point()) for tensor in tensors)
+
+        def gradients(index: int) -> tuple[torch.Tensor | None, ...]:
+            return tuple(tensor.detach() if tensor.is_floating_point() else None for tensor in wire(index))
+
         tokens = torch.empty((rows, length), dtype=torch.long, device="meta")
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=backward)
         stages = [
@@ -180,10 +199,10 @@ class PipelineRunner(Runner):
                 chunk,
                 self.parts.num_chunks,
                 self.device,
-                input_args=tokens if chunk == 0 else wire,
-                output_args=loss if chunk == last else wire,
-                input_grads=None if chunk == 0 else gradients,
-                output_grads=None if chunk == last else gradients,
+                input_args=tokens if chunk == 0 else wire(chunk - 1),
+                output_args=loss if chunk == last else wire(chunk),
+                input_grads=None if chunk == 0 else gradients(chunk - 1),
+                output_grads=None if chunk == last else gradients(chunk),
                 group=self.group,
                 host_wire=self.mesh.wire_backend == "gloo",
             )

@@ -30,6 +30,8 @@ from ..failing import (
 )
 from ..launch import fork_rank, free_port, rank_environment, start_ranks
 
+ADAPTIVE = dict(preset="anchored", boundary_budget=0.4, calibration_tokens=300, calibration_every=2)
+ADAPTIVE |= dict(boundary_target_step_seconds=60.0)
 KILLED = [
     Case("SIGKILL", "train", "the gradient of microbatch 0 from rank 1", victim=1, stages=2),
     Case("SIGKILL", "train", "the activation of microbatch 0 from rank 0", victim=0, stages=2, schedule="1f1b"),
@@ -48,6 +50,7 @@ KILLED = [
     Case("SIGKILL", "figures", "the last steps' figures from rank 0", victim=0, stages=2),
     Case("SIGKILL", "evaluate", "an exchange with rank 0", victim=0, stages=2),
     Case("SIGKILL", "groups", "the process groups shared with rank 0", victim=0, stages=2),
+    Case("SIGKILL", "probe", "a probe of the link from rank 0", victim=0, stages=2, fields=ADAPTIVE),
     Case("raise", "forward", "the other replicas' sums from rank 1", victim=1, stages=2, replicas=2),
     Case("raise", "forward", "from rank 0", victim=0, stages=2, schedule="interleaved"),
     Case("raise", "norm", "gradient norms from rank 0", victim=0, stages=2, schedule="1f1b"),
@@ -86,6 +89,7 @@ STOPPED = [
     Case("SIGSTOP", "logs", "Trainer's exchange with rank 0", victim=0, stages=2),
     Case("SIGSTOP", "groups", "the store of rank 0 .* did not answer", victim=0, stages=2),
     Case("SIGSTOP", "evaluate", "an exchange with rank 1", victim=1, stages=2),
+    Case("SIGSTOP", "probe", "a probe of the link to rank 1", victim=1, stages=2, fields=ADAPTIVE),
     Case("SIGSTOP", "save", "saving together with rank 1", victim=1, stages=2, fields=SAVED),
 ]
 

@@ -12,6 +12,9 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_meshadapt import MeshAdaptArguments
 
 DENSE = {"pipeline_stages": 2, "preset": "dense"}
+SECONDS = "boundary_target_step_seconds"
+SECOND = {SECONDS: 1.0}
+RATED = {**SECOND, "link_bits_per_second": 1e8}
 INTERLEAVED = {"pipeline_stages": 2, "pipeline_schedule": "interleaved", "pipeline_chunks_per_rank": 2}
 
 
@@ -47,6 +50,17 @@ REFUSED = [
     ({**DENSE, "mask_seed": 1}, "mask_seed=1", "Use it with random_mask"),
     ({"calibration_tokens": 0}, "calibration_tokens=0", "Use 1"),
     ({**DENSE, "calibration_tokens": 600}, "calibration_tokens=600", "leave it unset"),
+    ({**SECOND, "pipeline_stages": 2}, "boundary_target_step_seconds=1.0", "Set link_bits_per_second too"),
+    ({"pipeline_stages": 2, "link_bits_per_second": 1e8}, "link_bits_per_second=100000000.0", "Set that too"),
+    ({**DENSE, **RATED}, "boundary_target_step_seconds=1.0", "Use it with transform, or"),
+    ({**DENSE, "preset": "paper", **RATED}, "boundary_target_step_seconds=1.0", "Use it with transform, or"),
+    (RATED, "boundary_target_step_seconds=1.0", "Set pipeline_stages to 2"),
+    ({"pipeline_stages": 2, **RATED, "link_bits_per_second": 0}, "link_bits_per_second=0", "Use 100e6"),
+    ({"pipeline_stages": 2, **RATED, "boundary_budget": 1.0}, "boundary_target_step_seconds=1.0", "Lower boundary_b"),
+    *(
+        ({"pipeline_stages": 2, **RATED, **{SECONDS: wrong}}, f"{SECONDS}={wrong!r}", "or leave it unset")
+        for wrong in (0.0, -1.0, float("inf"), float("nan"))
+    ),
     ({"pipeline_stages": 0}, "pipeline_stages=0", "Use 1"),
     ({"pipeline_chunks_per_rank": 0}, "pipeline_chunks_per_rank=0", "Use 1"),
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0", "Use 1"),
@@ -162,6 +176,8 @@ def test_sub_configs_hold_what_was_given(make):
     boundary = make(pipeline_stages=2, **calibrated).boundary_config()
     assert (boundary.codec, boundary.budget, boundary.forward_share) == ("transform", 0.1, 0.6)
     assert (boundary.loss_weighted, boundary.predictor, boundary.exact_first_token) == (False, "mean", True)
+    boundary = make(pipeline_stages=2, **RATED).boundary_config()
+    assert (boundary.target_step_seconds, boundary.link_bits_per_second, boundary.budgets) == (1.0, 1e8, None)
     assert args.train_batch_size == 24  # one process reads for both replicas
 
 
@@ -241,6 +257,7 @@ def test_every_added_field_has_help():
         {"pipeline_stages": 2, "boundary_budget": 0.1, "forward_share": 0.5, "loss_weighted": False},
         {"pipeline_stages": 2, "boundary_codec": "random_mask", "boundary_budget": 0.1, "boundary_predictor": "token"},
         {"pipeline_stages": 2, "preset": "paper", "exact_first_token": True, "mask_seed": 3},
+        {"pipeline_stages": 2, **RATED},
         {"pipeline_stages": 2, "mask_ratio": 0.5, "boundary_predictor": "mean", "pipeline_split": "1,2"},
         INTERLEAVED,
     ],

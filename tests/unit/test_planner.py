@@ -62,6 +62,21 @@ def test_a_transform_boundary_spends_its_budget_three_to_one():
     assert plan.dense().axis_bytes("pipeline") == 2 * dense_bytes
 
 
+def test_boundaries_may_have_budgets_of_their_own():
+    boundary = BoundaryConfig("transform", budget=0.05, budgets=(0.1, 0.4))
+    plan = byte_plan(model_of(3, hidden_size=100), MeshConfig(stages=3, replicas=2), boundary, sequences=3, length=10)
+    dense_bytes = 2 * 3 * 10 * 100 * 2  # of one direction and both replicas
+    for index, budget in enumerate(boundary.budgets):
+        assert plan.boundary_bytes(index, "forward") == pytest.approx(1.5 * budget * dense_bytes)
+        assert plan.boundary_bytes(index, "backward") == pytest.approx(0.5 * budget * dense_bytes)
+    assert plan.axis_bytes("pipeline") == pytest.approx((0.1 + 0.4) * 2 * dense_bytes)
+    assert (
+        plan.uplink_bytes(1) - plan.uplink_bytes(1, "control") - plan.uplink_bytes(1, "data_parallel")
+        == (plan.boundary_bytes(1, "forward") + plan.boundary_bytes(0, "backward")) // 2
+    )
+    assert plan.dense().axis_bytes("pipeline") == 4 * 2 * 3 * 10 * 100 * 4
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.floats(0.001, 1.0), st.floats(0.01, 0.99), st.integers(1, 3000), st.integers(1, 4096))
 def test_both_directions_together_stay_within_the_budget(budget, share, length, hidden_size):
