@@ -116,6 +116,15 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             "const": True,
         },
     )
+    entropy_coded: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Code the transform's components with a range coder at one quantiser step (default): bits go where a "
+            "token is large, in fractions. Without it every component has a fixed number of whole bits.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
     boundary_bits: int | None = field(
         default=None,
         metadata={
@@ -261,6 +270,7 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             link_bits_per_second=self.link_bits_per_second,
             forward_share=0.75 if self.forward_share is None else self.forward_share,
             loss_weighted=self.loss_weighted is not False,
+            entropy_coded=self.entropy_coded is not False,
             bits=4 if self.boundary_bits is None else self.boundary_bits,
             rotated=self.boundary_rotated is True,
         )

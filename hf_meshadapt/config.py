@@ -84,6 +84,7 @@ class BoundaryConfig:
         link_bits_per_second: rate of every link where it shall not be measured.
         forward_share: share of the budget that the forward direction gets; bottleneck shares equally.
         loss_weighted: transform: spend bits where the loss feels them rather than where the energy is.
+        entropy_coded: transform: one quantiser step and a range coder rather than whole bits per component.
         bits: quantize, aq_sgd: bits of an entry; gradients of aq_sgd get twice as many.
         rotated: quantize: rotate before quantising.
     """
@@ -100,6 +101,7 @@ class BoundaryConfig:
     link_bits_per_second: float | None = None
     forward_share: float = 0.75
     loss_weighted: bool = True
+    entropy_coded: bool = True
     bits: int = 4
     rotated: bool = True
 

@@ -16,6 +16,7 @@ CODEC_FIELDS: dict[str, dict] = {
         "link_bits_per_second": None,
         "forward_share": 0.75,
         "loss_weighted": True,
+        "entropy_coded": True,
         "exact_first_token": True,
         "boundary_predictor": "token",
     },
@@ -56,6 +57,7 @@ OFF = {
     "link_bits_per_second": None,
     "forward_share": None,
     "loss_weighted": None,
+    "entropy_coded": None,
     "boundary_bits": None,
     "boundary_rotated": None,
 }

@@ -30,21 +30,30 @@ class BoundaryCoder:
         self.config, self.hidden_size, self.fit, self.table = config, hidden_size, fit, table
         self.forward = self.backward = None
         if config.straight_through:
-            self.forward = SequenceCoder(
-                make_token_codec(config, hidden_size, "forward", fit.forward),
-                hidden_size,
-                lambda length: config.sequence_bytes(length, hidden_size, "forward"),
-                config.exact_first_token,
-                fit.sensitivity,
+            self.forward, self.backward = (self._sequence_coder(way) for way in ("forward", "backward"))
+
+    def _sequence_coder(self, direction: str) -> SequenceCoder:
+        config, fit, forward = self.config, self.fit, direction == "forward"
+
+        def sequence_bytes(length: int) -> int:
+            return config.sequence_bytes(length, self.hidden_size, direction)
+
+        # A bottleneck's gradient has the support of its activation, first tokens included.
+        exact_first = config.exact_first_token and (forward or config.codec == "bottleneck")
+        tables = fit.forward if forward else fit.backward
+        if config.fits_transforms and tables is None:
+            raise ValueError(
+                f"boundary_codec={config.codec!r}: the calibration that was loaded is of another codec and holds no "
+                "transform. Resume with the codec of that run, or start anew"
             )
-            self.backward = SequenceCoder(
-                make_token_codec(config, hidden_size, "backward", fit.backward),
-                hidden_size,
-                lambda length: config.sequence_bytes(length, hidden_size, "backward"),
-                # A bottleneck's gradient has the support of its activation, first tokens included.
-                config.exact_first_token and config.codec == "bottleneck",
-                fit.sensitivity,
-            )
+        if config.codec == "transform" and config.entropy_coded:
+            # Coded as they are, gradients that are felt more are larger: they need no sensitivity.
+            sensitivity = fit.sensitivity if forward else (1.0, 1.0)
+            from .entropy_coder import EntropySequenceCoder  # numba takes half a second to import
+
+            return EntropySequenceCoder(tables, self.hidden_size, sequence_bytes, exact_first, sensitivity)
+        codec = make_token_codec(config, self.hidden_size, direction, tables)
+        return SequenceCoder(codec, self.hidden_size, sequence_bytes, exact_first, fit.sensitivity)
 
     def predict(self, token_ids: Tensor) -> Tensor:
         """What both ends expect at the boundary: (B, T, H) float32."""

@@ -88,17 +88,10 @@ class SequenceCoder:
 
     def _layout(self, kind: Tensor) -> tuple[Tensor, list[tuple[Tensor, int]]]:
         """Of one sequence: positions that travel whole, and those coded with the bytes of each, class by class."""
-        budget, whole_bytes = self.sequence_bytes(len(kind)), self.hidden_size * 2
-        exact = (kind == FIRST).nonzero().squeeze(1) if self.exact_first else kind.new_zeros(0).long()
-        # Many short packed sequences: the budget's other half stays with the tokens in between.
-        exact = exact[: max(1, budget // 2 // whole_bytes)]
-        if len(exact) * whole_bytes > budget:
-            exact = exact[:0]
-        coded = kind != PADDING
-        coded[exact] = False
+        whole_bytes = self.hidden_size * 2
+        exact, coded, left = split_tokens(kind, self.sequence_bytes(len(kind)), whole_bytes, self.exact_first)
         target = coded & (kind == TARGET)
         positions = [(coded & ~target).nonzero().squeeze(1), target.nonzero().squeeze(1)]
-        left = budget - len(exact) * whole_bytes
         token_bytes = self._divide(left, len(positions[0]), len(positions[1]))
         return exact, [(p, b) for p, b in zip(positions, token_bytes) if len(p) and b]
 
@@ -108,6 +101,24 @@ class SequenceCoder:
         if key not in self._divisions:
             self._divisions[key] = divide_bytes(self.codec, total_bytes, key[1:], self.sensitivity)
         return self._divisions[key]
+
+
+def split_tokens(kind: Tensor, budget: int, whole_bytes: int, exact_first: bool) -> tuple[Tensor, Tensor, int]:
+    """Of one sequence's kinds (T,): positions that travel whole, a mask (T,) of those coded, and the bytes for these.
+
+    Args:
+        budget: bytes of the sequence.
+        whole_bytes: what a token costs that travels whole.
+        exact_first: first tokens do, as far as they fit.
+    """
+    exact = (kind == FIRST).nonzero().squeeze(1) if exact_first else kind.new_zeros(0).long()
+    # Many short packed sequences: the budget's other half stays with the tokens in between.
+    exact = exact[: max(1, budget // 2 // whole_bytes)]
+    if len(exact) * whole_bytes > budget:
+        exact = exact[:0]
+    coded = kind != PADDING
+    coded[exact] = False
+    return exact, coded, budget - len(exact) * whole_bytes
 
 
 def divide_bytes(

@@ -22,13 +22,8 @@ def make_token_codec(
         tables: this direction's transform; None where `config.fits_transforms` is not set.
 
     Raises:
-        ValueError: the codec cannot code this hidden size, or lacks its transform.
+        ValueError: the codec cannot code this hidden size.
     """
-    if config.fits_transforms and tables is None:
-        raise ValueError(
-            f"boundary_codec={config.codec!r}: the calibration that was loaded is of another codec and holds no transform. "
-            "Resume with the codec of that run, or start anew"
-        )
     codec, forward = config.codec, direction == "forward"
     if codec == "transform":
         return TransformCodec(tables)

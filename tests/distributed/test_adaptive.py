@@ -117,7 +117,7 @@ def test_another_target_is_calibrated_anew(tmp_path):
 def test_refreshed_budgets_follow_the_model_alike_on_all_ranks_and_through_a_resume(tmp_path):
     """Buffers of other sizes in the middle of a run."""
     options = dict(kind="llama", pipeline_stages=3, **ADAPTIVE | dict(calibration_every=1, calibration_tokens=300))
-    options |= dict(learning_rate=0.1)
+    options |= dict(learning_rate=0.5)
     whole = fork(train, 3, folder=tmp_path / "run", save_at=(2,), **options)
     resumed = fork(train, 3, folder=tmp_path / "run", resume=True, **options)
     assert_same_run(resumed, whole)

@@ -1,0 +1,232 @@
+"""The range coder against plain Python, its streams against their stated length, and the codec's error law."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_meshadapt.boundary import rans
+from hf_meshadapt.boundary.entropy_coder import HEADER, EntropySequenceCoder
+from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN, SequenceCoder
+from hf_meshadapt.boundary.symbol_model import (
+    CLASS_UNITS,
+    NUM_CLASSES,
+    PRECISION,
+    ROUNDING,
+    SMALLEST,
+    UNITS,
+    symbol_model,
+)
+from hf_meshadapt.boundary.transform import TransformCodec, TransformTables, fit_tables
+from tests.unit.test_transform import gaussian, random_covariance
+
+HIDDEN = 64
+MODEL = symbol_model()
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def entries(k: int) -> slice:
+    return slice(MODEL.origins[k] - MODEL.reach[k], MODEL.origins[k] + MODEL.reach[k] + 1)
+
+
+@pytest.mark.parametrize("k", range(0, NUM_CLASSES, 4))
+def test_probabilities_are_those_of_a_gaussian_with_heavier_tails(k):
+    widths, ratio = MODEL.widths[entries(k)], 2.0 ** ((k + SMALLEST) * CLASS_UNITS / UNITS)
+    assert widths.sum() == 1 << PRECISION and widths.min() >= 1
+    assert (MODEL.starts[entries(k)] == np.concatenate([[0], widths.cumsum()[:-1]])).all()
+    assert MODEL.bits[entries(k)] == pytest.approx(PRECISION - np.log2(widths))
+    normal = NormalDist(0, ratio)
+    zero = normal.cdf(1 - ROUNDING) - normal.cdf(ROUNDING - 1)
+    assert widths[MODEL.reach[k]] / (1 << PRECISION) == pytest.approx(zero, abs=0.03)
+
+
+def test_at_fine_steps_a_symbol_takes_little_more_than_a_gaussians_entropy():
+    k = 6 * UNITS // CLASS_UNITS - SMALLEST  # a step of 1/64 standard deviation
+    assert MODEL.entropies[k] == pytest.approx(math.log2(64 * math.sqrt(2 * math.pi * math.e)), abs=0.1)
+
+
+def test_values_lie_in_their_bins_and_the_middle_is_zero():
+    for k in range(NUM_CLASSES):
+        values, reach = MODEL.values[entries(k)], MODEL.reach[k]
+        assert values[reach] == 0 and values == pytest.approx(-values[::-1])
+        magnitudes = np.arange(1, reach + 1)
+        assert (values[reach + 1 :] >= magnitudes - ROUNDING - 1e-9).all()
+        assert (values[reach + 1 :] <= magnitudes + 1 - ROUNDING + 1e-9).all()
+
+
+# Coder ---------------------------------------------------------------------------------------------------------------
+
+
+def streams(seed: int, tokens: int, components: int, step: int):
+    generator = np.random.default_rng(seed)
+    scales = np.sort(generator.integers(-300, 300, components))[::-1].astype(np.int64)
+    symbols = generator.integers(-4, 5, tokens)
+    steps = step + generator.integers(-30, 30, tokens)
+    gains = (symbols + 2) * CLASS_UNITS
+    y = generator.standard_normal((tokens, components)) * 2.0 ** ((scales + gains[:, None]) / UNITS)
+    return y.astype(np.float32), scales, gains, steps, symbols
+
+
+GAIN_CLASS = 2 * UNITS // CLASS_UNITS - SMALLEST
+TABLES = (MODEL.origins, MODEL.reach, MODEL.starts, MODEL.widths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 20), st.integers(-500, 700))
+def test_what_goes_in_comes_out_and_takes_what_was_counted(seed, tokens, components, step):
+    y, scales, gains, steps, symbols = streams(seed, tokens, components, step)
+    words = np.zeros(1000, dtype=np.uint32)
+    first = rans.encode(y, scales, gains, steps, symbols, GAIN_CLASS, *TABLES, words)
+    out = rans.decode(words[first:], tokens, scales, steps, 2, GAIN_CLASS, *TABLES, MODEL.values)
+    for n in range(tokens):
+        for c in range(components):
+            k = (int(scales[c] + gains[n] - steps[n]) + CLASS_UNITS // 2) // CLASS_UNITS - SMALLEST
+            expected = 0.0
+            if k >= 0:
+                k, size = min(k, NUM_CLASSES - 1), 2.0 ** (steps[n] / UNITS)
+                symbol = min(math.floor(abs(float(y[n, c])) / size + ROUNDING), MODEL.reach[k])
+                expected = math.copysign(MODEL.values[MODEL.origins[k] + symbol] * size, y[n, c])
+            assert out[n, c] == pytest.approx(expected, rel=1e-6)
+    bits = rans.count_bits(y, scales, gains, steps, MODEL.origins, MODEL.reach, MODEL.bits)
+    bits += MODEL.bits[MODEL.origins[GAIN_CLASS] + symbols].sum()
+    assert bits <= 32 * (len(words) - first) <= bits + 64 + 1
+
+
+def test_compiled_code_does_what_the_python_code_does():
+    y, scales, gains, steps, symbols = streams(1, 5, 7, 0)
+    words, plain = np.zeros(200, dtype=np.uint32), np.zeros(200, dtype=np.uint32)
+    first = rans.encode(y, scales, gains, steps, symbols, GAIN_CLASS, *TABLES, words)
+    assert first == rans.encode.py_func(
+        y, *(a.astype(object) for a in (scales, gains, steps, symbols)), GAIN_CLASS,
+        *(table.astype(object) for table in TABLES), plain,
+    )  # fmt: skip
+    assert (words == plain).all()
+
+
+def test_too_few_words_are_told():
+    y, scales, gains, steps, symbols = streams(1, 5, 7, -100)
+    words = np.zeros(4, dtype=np.uint32)
+    assert rans.encode(y, scales, gains, steps, symbols, GAIN_CLASS, *TABLES, words) == -1
+
+
+# Sequences -----------------------------------------------------------------------------------------------------------
+
+
+def tables(decay: float = 1.0) -> TransformTables:
+    return fit_tables(random_covariance(HIDDEN, decay), None, HIDDEN)
+
+
+def make(num_bytes: int, exact_first: bool = True, sensitivity=(1.0, 1.0), fitted=None) -> EntropySequenceCoder:
+    torch.manual_seed(0)
+    return EntropySequenceCoder(fitted or tables(), HIDDEN, lambda length: num_bytes, exact_first, sensitivity)
+
+
+kinds = st.integers(1, 10).flatmap(
+    lambda length: st.lists(
+        st.lists(st.sampled_from([PADDING, TOKEN, FIRST, TARGET]), min_size=length, max_size=length),
+        min_size=1,
+        max_size=3,
+    )
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(kinds, st.integers(1, 400).map(lambda pairs: 2 * pairs), st.booleans(), st.floats(1e-20, 1e20))
+def test_any_shape_and_budget_survives(rows, num_bytes, exact_first, scale):
+    kind = torch.tensor(rows, dtype=torch.int8)
+    hidden, base = scale * torch.randn(*kind.shape, HIDDEN), torch.randn(*kind.shape, HIDDEN)
+    packed = make(num_bytes, exact_first).encode(hidden, base, kind)
+    assert packed.shape == (len(kind), num_bytes) and packed.dtype == torch.uint8
+    decoded = make(num_bytes, exact_first).decode(packed, base, kind)  # the other end has a coder of its own
+    assert decoded.dtype == torch.float32 and torch.isfinite(decoded).all()
+    assert torch.equal(decoded[kind == PADDING], base[kind == PADDING])
+    whole = (kind == FIRST) if exact_first and num_bytes >= 4 * HIDDEN * kind.shape[1] else torch.zeros_like(kind) > 0
+    assert torch.equal(decoded[whole], hidden[whole].bfloat16().float())
+    # Hardly worse than the prediction: a coded component errs by less than it held, but for rounding.
+    error, missing = (decoded - hidden)[kind != PADDING].norm(), (base - hidden)[kind != PADDING].norm()
+    assert error <= 1.1 * missing
+
+
+@pytest.mark.parametrize("bytes_per_token", [4, 8, 16, 32])
+def test_the_error_is_near_the_rate_distortion_function(bytes_per_token):
+    """Within 1.6 times of a Gaussian's D(R), and below what whole bits per component reach at the same bytes."""
+    covariance, length = random_covariance(), 500
+    fitted, tokens = fit_tables(covariance, None, HIDDEN), gaussian(covariance, length)
+    kind = torch.full((1, length), TOKEN)
+    num_bytes, base = bytes_per_token * length, torch.zeros(1, length, HIDDEN)
+
+    def distortion(coder) -> float:
+        decoded = coder.decode(coder.encode(tokens[None], base, kind), base, kind)
+        return float((decoded[0] - tokens).square().sum(1).mean())
+
+    mine = distortion(make(num_bytes, fitted=fitted))
+    fixed = distortion(SequenceCoder(TransformCodec(fitted), HIDDEN, lambda _: num_bytes, False))
+    assert mine < 0.95 * fixed
+    assert mine < 1.6 * rate_distortion(fitted.variances.double(), 8 * bytes_per_token)
+
+
+def rate_distortion(variances: torch.Tensor, bits: float) -> float:
+    """Reverse water-filling by bisection on the water level (Cover & Thomas 10.3.3)."""
+    low, high = 1e-12, float(variances.max())
+    for _ in range(100):
+        level = math.sqrt(low * high)
+        rate = float(0.5 * (variances / level).clamp(min=1).log2().sum())
+        low, high = (level, high) if rate > bits else (low, level)
+    return float(variances.clamp(max=level).sum())
+
+
+def test_targets_get_the_share_that_their_sensitivity_says():
+    kind = torch.tensor([[TOKEN, TARGET] * 200])
+    tokens = gaussian(random_covariance(), 400)[None]
+    coder, base = make(400 * 24, sensitivity=(0.4, 1.6)), torch.zeros(1, 400, HIDDEN)
+    error = (coder.decode(coder.encode(tokens, base, kind), base, kind) - tokens).square().sum(2)
+    assert float(error[kind == TOKEN].mean() / error[kind == TARGET].mean()) == pytest.approx(4, rel=0.2)
+
+
+def test_larger_tokens_get_more_bits_and_err_alike():
+    kind = torch.full((1, 400), TOKEN)
+    tokens = gaussian(random_covariance(), 400)[None]
+    tokens[:, ::2] *= 4
+    coder, base = make(400 * 32), torch.zeros(1, 400, HIDDEN)
+    error = (coder.decode(coder.encode(tokens, base, kind), base, kind) - tokens).square().sum(2)
+    assert float(error[:, ::2].mean() / error[:, 1::2].mean()) == pytest.approx(1, abs=0.4)
+
+
+def test_nearly_all_bytes_are_used():
+    kind, base = torch.full((1, 400), TOKEN), torch.zeros(1, 400, HIDDEN)
+    for num_bytes in (2000, 4000, 8000, 16000):
+        (packed,) = make(num_bytes).encode(gaussian(random_covariance(), 400)[None], base, kind)
+        assert int(packed.nonzero().max()) > 0.97 * num_bytes
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_seen_at_the_other_end(value):
+    kind, base = torch.tensor([[TOKEN] * 6, [TOKEN] * 6]), torch.zeros(2, 6, HIDDEN)
+    hidden = torch.randn(2, 6, HIDDEN)
+    hidden[0, 3, 5] = value
+    coder = make(200)
+    decoded = coder.decode(coder.encode(hidden, base, kind), base, kind)
+    assert decoded[0].isnan().all() and decoded[1].isfinite().all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(min_size=HEADER.itemsize + 8, max_size=200))
+def test_any_bytes_decode_to_something(data):
+    """What a broken or hostile peer sends must not touch memory that it should not."""
+    data = data[: len(data) // 2 * 2]
+    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)[None].clone()
+    kind, base = torch.full((1, 9), TOKEN), torch.zeros(1, 9, HIDDEN)
+    assert make(len(data)).decode(packed, base, kind).shape == base.shape
