@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -15,9 +14,13 @@ from .calibration import calibrate
 from .config import BoundaryConfig, MeshConfig
 from .gradients import clip_coefficient, scale_gradients, squared_norm, sum_tied
 from .ledger import Ledger
+from .memory import RankWeights
 from .mesh import MeshGroups, MeshTopology
 from .metering import exchange_json
-from .pipeline.assembly import ModelParts, build_stages, cut_model, load_model
+from .pipeline.assembly import ModelParts, build_stages
+from .pipeline.footprint import check_resident
+from .pipeline.intake import take_model
+from .pipeline.layout import ModelLayout
 from .pipeline.microbatch import Batch, microbatch_keys
 from .pipeline.runner import PipelineRunner, Runner
 from .pipeline.sequential import SequentialRunner
@@ -64,31 +67,22 @@ class MeshEngine:
 
     # Model -----------------------------------------------------------------------------------------------------------
 
-    def take_model(self, model, dtype: str):
-        """Loads (from a name or folder) or cuts in place (a whole model) this rank's part and returns it.
+    def take_model(self, model, dtype: str, device: torch.device, optimizer: str):
+        """Returns this rank's part of a model or of the model of a name; see `pipeline.intake.take_model`.
+
+        Args:
+            optimizer: as in `TrainingArguments.optim`; its state counts in what must fit the device.
 
         Raises:
-            NotImplementedError: not a Hugging Face causal language model.
-            ValueError: `dtype` is given for a model that has its own.
+            ValueError: the device's memory does not suffice.
         """
-        if isinstance(model, (str, os.PathLike)):
-            self._cut = load_model(str(model), self.mesh, self.topology.stage, dtype)
-        elif not hasattr(model, "config"):
-            raise NotImplementedError(f"{type(model).__name__} is not a Hugging Face model: it has no config")
-        elif dtype != "auto":
-            raise ValueError(
-                f"model_dtype={dtype!r}: has no effect on a model that is loaded already. Give the model's name instead, "
-                "or leave model_dtype at auto"
-            )
-        else:
-            self._cut = cut_model(model, self.mesh, self.topology.stage)
-        model, layout, _ = self._cut
-        if layout.head is None:
-            raise NotImplementedError(
-                f"{type(model).__name__} has no output head, so no language model's loss: load it with "
-                "AutoModelForCausalLM"
-            )
-        return model
+
+        def check_memory(weights: RankWeights, layout: ModelLayout) -> None:
+            where = self.topology.describe()
+            check_resident(weights, layout, self.mesh, self.boundary, self.topology.stage, optimizer, device, where)
+
+        self._cut = take_model(model, dtype, self.mesh, self.topology.stage, check_memory)
+        return self._cut[0]
 
     def build(self, device: torch.device, autocast: Callable[[], contextlib.AbstractContextManager]) -> None:
         """Builds stages and runner, once the model is on its device."""
@@ -287,6 +281,7 @@ class MeshEngine:
             num_layers=layout.num_layers,
             chunk_parameters=self._chunk_parameters(),
             tied_embeddings=layout.tied,
+            embedding_size=layout.embedding_size,
         )
         return byte_plan(shape, self.mesh, self.boundary, sequences=rows, length=length, accumulation=accumulation)
 

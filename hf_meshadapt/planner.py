@@ -36,6 +36,7 @@ class ModelShape:
         chunk_parameters: trainable parameters of every model chunk in order; a tied matrix counts on both its ends.
         tied_embeddings: input embedding and output head are one trainable matrix.
         gradient_bytes: bytes of one gradient value in an all-reduce.
+        embedding_size: width of the embedding matrix, None where it is the hidden size.
     """
 
     hidden_size: int
@@ -44,11 +45,12 @@ class ModelShape:
     chunk_parameters: tuple[int, ...]
     tied_embeddings: bool = False
     gradient_bytes: int = 4
+    embedding_size: int | None = None
 
     @property
     def embedding_bytes(self) -> int:
         """Bytes of the embedding matrix's gradient."""
-        return self.vocab_size * self.hidden_size * self.gradient_bytes
+        return self.vocab_size * (self.embedding_size or self.hidden_size) * self.gradient_bytes
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,9 @@ class MeshAdaptMixin:
             )
         mesh = args.mesh_config()
         self.engine = MeshEngine(mesh, args.boundary_config(), 0 if mesh.emulated else args.process_index)
-        model = self.engine.take_model(model, args.model_dtype)
+        # State of an optimizer that the caller brings is not known here.
+        own_optimizer = named.get("optimizer_cls_and_kwargs") or any(named.get("optimizers") or ())
+        model = self.engine.take_model(model, args.model_dtype, args.device, "" if own_optimizer else args.optim)
         super().__init__(model=model, args=args, **named)
         self.args._n_gpu = min(1, self.args.n_gpu)  # never DataParallel over the local GPUs
         self.engine.build(args.device, self.accelerator.autocast)

@@ -10,8 +10,9 @@ The step is the smallest whose stream fits in the sequence's bytes. Tokens that 
 than their context; their step is smaller by the square root of the ratio, which divides the distortion between the two
 as reverse water-filling does. The first token of every sequence travels whole, inside the same bytes.
 
-Source: entropy-coded scalar quantisation at one step after a Karhunen-Loeve transform, Goyal, Theoretical foundations of
-transform coding (2001), which is within 0.25 bit of the rate-distortion function; `rans.py` and `symbol_model.py` have theirs.
+Source: entropy-coded scalar quantisation at one step after a Karhunen-Loeve transform, within 0.25 bit of the
+rate-distortion function, Goyal, Theoretical foundations of transform coding (2001); those of `rans.py` and
+`symbol_model.py` are there.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ class EntropySequenceCoder:
         words = np.zeros((len(out) - HEADER.itemsize) // 4, dtype=np.uint32)
         origin = model.origins[gain_class]
         budget = 32.0 * (len(words) - 1) - model.bits[origin + symbols].sum()
-        step = self._choose_step(y, gains, offsets, budget)
-        for step in range(step, step + FINEST, 2):  # the estimate is short by less than a word: one turn, or two
+        finest = self._choose_step(y, gains, offsets, budget)
+        for step in range(finest, finest + FINEST, 2):  # the estimate is seldom short, and by little: one turn, or two
             first = rans.encode(
                 y, self.scales, gains, step + offsets, symbols, gain_class,
                 model.origins, model.reach, model.starts, model.widths, words,

@@ -13,8 +13,9 @@ from torch import nn
 from ..boundary.module import BoundaryReceive, BoundarySend
 from ..config import BoundaryConfig, MeshConfig
 from .layout import ModelLayout, find_layout, parameters_per_layer, prune, untie_head
-from .ownership import claim_leftovers, owned_names, saved_names
+from .ownership import leftover_claims, leftover_owners, owned_names, saved_names
 from .partition import chunk_spans, split_layers
+from .refusals import refuse_unsplittable
 from .stage import StageModule
 
 logger = logging.getLogger(__name__)
@@ -83,10 +84,16 @@ def local_chunks(mesh: MeshConfig, stage: int) -> list[int]:
 
 
 def plan_spans(model: nn.Module, layout: ModelLayout, mesh: MeshConfig) -> list[range]:
-    """The layers of every chunk: as given, or balanced with the head weighed in layers. Works on meta tensors."""
-    head = model.get_output_embeddings()
+    """The layers of every chunk: as given, or balanced with the head weighed in layers. Works on meta tensors.
+
+    Raises:
+        NotImplementedError: the model cannot be cut.
+        ValueError: the split does not fit the number of layers.
+    """
+    refuse_unsplittable(model, layout, mesh.num_chunks)
     per_layer = parameters_per_layer(model, layout)
-    head_cost = layout.vocab_size * layout.hidden_size / per_layer if head is not None and per_layer else 0.0
+    head_parameters = model.get_parameter(layout.head_weight).numel() if layout.head else 0
+    head_cost = head_parameters / per_layer if per_layer else 0.0
     layers = mesh.layers_per_chunk or split_layers(layout.num_layers, mesh.num_chunks, head_cost)
     return chunk_spans(layers, layout.num_layers)
 
@@ -101,21 +108,33 @@ def cut_model(model: nn.Module, mesh: MeshConfig, stage: int) -> tuple[nn.Module
     return model, layout, spans
 
 
-def load_model(source: str, mesh: MeshConfig, stage: int, dtype: str) -> tuple[nn.Module, ModelLayout, list[range]]:
+def outline_model(source: str) -> nn.Module:
+    """A pretrained causal language model without its weights, on the meta device.
+
+    Args:
+        source: Hub id or folder.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+
+
+def load_model(
+    source: str, whole: nn.Module, mesh: MeshConfig, stage: int, dtype: str
+) -> tuple[nn.Module, ModelLayout, list[range]]:
     """Loads this rank's parts of a pretrained causal language model; other stages' weights are never read.
 
     Args:
         source: Hub id or folder.
+        whole: its `outline_model`.
         dtype: `auto`, `float32` or `bfloat16`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     if mesh.num_chunks == 1 or mesh.emulated:
         return cut_model(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), mesh, stage)
-    config = AutoConfig.from_pretrained(source)
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config)
     layout, model_class = find_layout(whole), type(whole)
     spans = plan_spans(whole, layout, mesh)
 
@@ -138,7 +157,7 @@ def load_model(source: str, mesh: MeshConfig, stage: int, dtype: str) -> tuple[n
             "__module__": model_class.__module__,
         },
     )
-    model = pruned_class.from_pretrained(source, config=config, dtype=dtype)
+    model = pruned_class.from_pretrained(source, config=whole.config, dtype=dtype)
     model.__class__ = model_class
     if layout.tied:
         _untie(model, layout, mesh, stage)
@@ -172,23 +191,55 @@ def build_stages(
     Args:
         share: merges {chunk: names} over the ranks of the pipeline.
     """
+    stages = wrap_chunks(model, layout, spans, mesh, boundary, stage, autocast)
+    # The order of collectives is the same on all ranks: every one of them shares, even with nothing to claim.
+    claims = share(leftover_claims(stages)) if mesh.num_chunks > 1 else {}
+    return own_parts(model, layout, spans, stages, claims)
+
+
+def wrap_chunks(
+    model: nn.Module,
+    layout: ModelLayout,
+    spans: list[range],
+    mesh: MeshConfig,
+    boundary: BoundaryConfig,
+    stage: int,
+    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> dict[int, StageModule]:
+    """This rank's chunks by index, without parameters of their own yet."""
     last = mesh.num_chunks - 1
     stages = {}
     for chunk in local_chunks(mesh, stage):
         receive = BoundaryReceive(boundary, chunk - 1, layout.hidden_size) if chunk > 0 else None
         send = BoundarySend(boundary, chunk, layout.hidden_size) if chunk < last else None
         stages[chunk] = StageModule(model, layout, spans[chunk], receive, send, autocast)
-    leftovers = claim_leftovers(stages, mesh.num_chunks, share) if last else None
+    return stages
+
+
+def own_parts(
+    model: nn.Module,
+    layout: ModelLayout,
+    spans: list[range],
+    stages: dict[int, StageModule],
+    claims: dict[int, list[str]],
+) -> ModelParts:
+    """Gives each chunk its parameters and freezes what this rank does not own.
+
+    Args:
+        claims: `leftover_claims` of all chunks of the pipeline; not read where there is only one.
+    """
+    num_chunks = len(spans)
+    leftovers = leftover_owners(model, layout, claims, num_chunks) if num_chunks > 1 else None
     for chunk, module in stages.items():
-        names = owned_names(module, chunk, mesh.num_chunks, leftovers) if last else all_names(model)
+        names = owned_names(module, chunk, num_chunks, leftovers) if num_chunks > 1 else all_names(model)
+        module.to(next(model.parameters()).device)  # its boundaries; parameters are there
         module.own(names)
-        module.to(next(model.parameters()).device)
     owned = {name for module in stages.values() for name in module.owned_names}
     for name, parameter in model.named_parameters():
         if name not in owned:
             # Another stage's final norm or position table: it gets no gradient here, and DDP would wait for one.
             parameter.requires_grad_(False)
-    return ModelParts(model, layout, spans, stages, mesh.num_chunks)
+    return ModelParts(model, layout, spans, stages, num_chunks)
 
 
 def all_names(model: nn.Module) -> list[str]:

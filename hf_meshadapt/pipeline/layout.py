@@ -22,6 +22,8 @@ class ModelLayout:
         head: the output head, None if the model has none.
         num_layers: decoder layers in the whole model.
         tied: input embedding and output head are one matrix.
+        hidden_size: width of the hidden state between layers.
+        embedding_size: width of the input embedding; another one where the model projects it (OPT-350m).
     """
 
     layers: str
@@ -31,6 +33,7 @@ class ModelLayout:
     tied: bool
     hidden_size: int
     vocab_size: int
+    embedding_size: int
 
     @property
     def embedding_weight(self) -> str:
@@ -62,6 +65,21 @@ class ForeignLayer(nn.Module):
         return hidden
 
 
+class ForeignMatrix(nn.Identity):
+    """Stands where another chunk's input embedding or output head is.
+
+    It has an empty `weight`, since some models (Mamba) cast the hidden state to its dtype.
+    """
+
+    def __init__(self, replaced: nn.Module):
+        super().__init__()
+        self.register_buffer("weight", replaced.weight.detach().new_empty(0), persistent=False)
+
+
+def _replace_matrix(model: nn.Module, name: str) -> None:
+    model.set_submodule(name, ForeignMatrix(model.get_submodule(name)))
+
+
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
 
@@ -73,7 +91,7 @@ def find_layout(model: nn.Module) -> ModelLayout:
         NotImplementedError: the model has no single list of decoder layers, or no input embedding.
     """
     config = model.config.get_text_config()
-    num_layers = config.num_hidden_layers
+    num_layers = getattr(config, "num_hidden_layers", None)
     # Shallowest first: a mixture of experts holds lists of the same length deeper down.
     lists = sorted(
         (name.count("."), name)
@@ -83,11 +101,11 @@ def find_layout(model: nn.Module) -> ModelLayout:
     if not lists or (len(lists) > 1 and lists[0][0] == lists[1][0]):
         found = ", ".join(name for _, name in lists) or "none"
         raise NotImplementedError(
-            f"{type(model).__name__} cannot be cut into stages: expected one list of {num_layers} decoder layers, "
-            f"found {found}"
+            f"{type(model).__name__} cannot be cut into stages: expected one list of {num_layers or 'as many'} "
+            f"decoder layers{'' if num_layers else ' as config.num_hidden_layers says'}, found {found}"
         )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None:
+    if getattr(embedding, "weight", None) is None:
         raise NotImplementedError(f"{type(model).__name__} cannot be cut into stages: it names no input embedding")
     head_weight = getattr(head, "weight", None)
     return ModelLayout(
@@ -98,13 +116,24 @@ def find_layout(model: nn.Module) -> ModelLayout:
         tied=head_weight is not None and head_weight is embedding.weight,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
+        embedding_size=embedding.weight.shape[-1],
     )
 
 
 def parameters_per_layer(model: nn.Module, layout: ModelLayout) -> float:
-    """Mean number of parameters of a decoder layer; works on meta tensors."""
-    layers = model.get_submodule(layout.layers)
-    return sum(parameter.numel() for parameter in layers.parameters()) / max(1, layout.num_layers)
+    """Mean number of parameters that one token meets in a decoder layer; works on meta tensors.
+
+    Of the experts of a mixture, which transformers keeps as one (experts, ., .) tensor, these are the chosen few.
+    """
+    config = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((number for name in names if (number := getattr(config, name, None))), None)
+    chosen = getattr(config, "num_experts_per_tok", None) or experts
+    total = 0.0
+    for parameter in model.get_submodule(layout.layers).parameters():
+        of_experts = experts and parameter.ndim == 3 and parameter.shape[0] == experts
+        total += parameter.numel() * (chosen / experts if of_experts else 1)
+    return total / max(1, layout.num_layers)
 
 
 def prune(model: nn.Module, layout: ModelLayout, spans: list[range], is_first: bool, is_last: bool) -> None:
@@ -118,9 +147,9 @@ def prune(model: nn.Module, layout: ModelLayout, spans: list[range], is_first: b
         if index not in local:
             layers[index] = ForeignLayer(layers[index])
     if not is_first and not (is_last and layout.tied):
-        model.set_submodule(layout.embedding, nn.Identity())
+        _replace_matrix(model, layout.embedding)
     if not is_last and layout.head is not None:
-        model.set_submodule(layout.head, nn.Identity())
+        _replace_matrix(model, layout.head)
 
 
 def untie_head(model: nn.Module, layout: ModelLayout, drop_embedding: bool) -> None:
@@ -133,4 +162,4 @@ def untie_head(model: nn.Module, layout: ModelLayout, drop_embedding: bool) -> N
     tied = head.weight
     head.weight = nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad)
     if drop_embedding:
-        model.set_submodule(layout.embedding, nn.Identity())
+        _replace_matrix(model, layout.embedding)

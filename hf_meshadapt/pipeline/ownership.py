@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 
 from .layout import ModelLayout
@@ -17,30 +15,35 @@ def leftover_names(model: nn.Module, layout: ModelLayout) -> list[str]:
     return [name for name in names if not name.startswith(prefixes)]
 
 
-def claim_leftovers(stages: dict[int, StageModule], num_chunks: int, share: Callable[[dict], dict]) -> dict[str, int]:
+def leftover_claims(stages: dict[int, StageModule]) -> dict[int, list[str]]:
+    """The leftover parameters on which each of these chunks' outputs depends, by chunk."""
+    return {
+        chunk: used_parameters(stage, leftover_names(stage.model, stage.layout)) for chunk, stage in stages.items()
+    }
+
+
+def leftover_owners(
+    model: nn.Module, layout: ModelLayout, claims: dict[int, list[str]], num_chunks: int
+) -> dict[str, int]:
     """The chunk that owns each leftover parameter: the one whose output depends on it; chunk 0 for the unused.
 
     Args:
-        stages: this rank's chunks by index.
-        num_chunks: chunks in the pipeline.
-        share: merges {chunk: names} over the ranks of the pipeline.
+        model: one of the pipeline's models; leftover parameters are on all of them.
+        claims: `leftover_claims` of all chunks.
 
     Raises:
         NotImplementedError: a parameter is used by several chunks; it would drift apart.
     """
-    sample = next(iter(stages.values()))
-    names = leftover_names(sample.model, sample.layout)
-    claims = share({chunk: used_parameters(stage, names) for chunk, stage in stages.items()})
     owner: dict[str, int] = {}
     for chunk in range(num_chunks):
         for name in claims[chunk]:
             if name in owner:
                 raise NotImplementedError(
-                    f"{type(sample.model).__name__} cannot be cut into {num_chunks} chunks: {name} is used by chunk "
-                    f"{owner[name]} and by chunk {chunk}"
+                    f"{type(model).__name__} cannot be cut into {num_chunks} chunks: {name} is used by chunk "
+                    f"{owner[name]} and by chunk {chunk}. Use pipeline_stages=1"
                 )
             owner[name] = chunk
-    return {name: owner.get(name, 0) for name in names}
+    return {name: owner.get(name, 0) for name in leftover_names(model, layout)}
 
 
 def owned_names(stage: StageModule, chunk: int, num_chunks: int, leftovers: dict[str, int]) -> list[str]:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
+from ..config import MeshConfig
 from ..waiting import Waiter
 from .torch_internals import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from .wire_stage import WireStage
@@ -44,6 +45,39 @@ ORDERS: dict[str, Callable[[int, int, int], list[Action]]] = {
     "gpipe": gpipe_order,
     "1f1b": one_forward_one_backward_order,
 }
+
+
+def interleaved_order(num_microbatches: int, stage: int, num_stages: int, chunks_per_rank: int) -> list[ChunkAction]:
+    """What torch's interleaved 1F1B does on one rank, in rounds of as many microbatches per chunk as there are stages.
+
+    Needs a number of microbatches that is a multiple of the rounds, as torch does.
+    """
+    rounds = max(1, num_microbatches // num_stages)
+    per_round = num_microbatches // rounds
+    total = num_microbatches * chunks_per_rank
+    warmup = min(total, (chunks_per_rank - 1) * per_round + 2 * (num_stages - 1 - stage))
+
+    def action(kind: str, number: int) -> ChunkAction:
+        turn = number // per_round % chunks_per_rank
+        local = turn if kind == "F" else chunks_per_rank - 1 - turn
+        microbatch = number // (per_round * chunks_per_rank) * per_round + number % per_round
+        return kind, local * num_stages + stage, microbatch
+
+    order = [action("F", number) for number in range(warmup)]
+    for number in range(total):
+        if warmup + number < total:
+            order.append(action("F", warmup + number))
+        order.append(action("B", number))
+    return order
+
+
+def rank_order(mesh: MeshConfig, stage: int) -> list[ChunkAction]:
+    """A rank's passes of one step, in order."""
+    if mesh.stages == 1:
+        return [(kind, 0, i) for i in range(mesh.microbatches) for kind in "FB"]
+    if mesh.schedule == "interleaved":
+        return interleaved_order(mesh.microbatches, stage, mesh.stages, mesh.chunks_per_rank)
+    return [(kind, stage, i) for kind, i in ORDERS[mesh.schedule](mesh.microbatches, stage, mesh.stages)]
 
 
 class EarlyReceives:

@@ -128,8 +128,7 @@ class StageModule(nn.Module):
                 incoming = self.receive(arriving, key, token_ids, kind, labels.shape[1], self.dtype)
                 if self.observer is not None:
                     incoming = self.observer(incoming, token_ids, kind)
-                self._entry.incoming = incoming
-                inputs = {"inputs_embeds": incoming.detach()}
+                inputs = self._enter(incoming)
             if self.is_last:
                 inputs |= {"labels": labels, "num_items_in_batch": num_items.squeeze()}
             # The boundaries stay outside: their sums and codes keep the precision that they ask for.
@@ -138,6 +137,12 @@ class StageModule(nn.Module):
             if self.is_last:
                 return output.loss
             return self.send(self._exit.outgoing, key, token_ids, kind)
+
+    def _enter(self, incoming: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Lays the hidden state ready for the entry layer; returns the inputs that only tell the model its shape."""
+        self._entry.incoming = incoming
+        shape = (*incoming.shape[:-1], self.layout.embedding_size)
+        return {"inputs_embeds": incoming.new_zeros(shape)}
 
     @contextlib.contextmanager
     def _view(self) -> Iterator[None]:
@@ -183,7 +188,7 @@ class StageModule(nn.Module):
                 reasons.append(f"{type(error).__name__}: {error}")
         raise NotImplementedError(
             f"{type(self.model).__name__} cannot be cut at layers {self.span.start}-{self.span.stop - 1}: "
-            f"its blocks ran neither as tensor nor as tuple blocks ({'; '.join(reasons)})"
+            f"its blocks ran neither as tensor nor as tuple blocks ({'; '.join(reasons)}). Use pipeline_stages=1"
         )
 
     def probe(self) -> torch.Tensor:
@@ -208,8 +213,7 @@ class StageModule(nn.Module):
                 if self.is_first:
                     inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.long, device=device)}
                 else:
-                    self._entry.incoming = torch.ones(shape, dtype=self.dtype, device=device)
-                    inputs = {"inputs_embeds": self._entry.incoming}
+                    inputs = self._enter(torch.ones(shape, dtype=self.dtype, device=device))
                 output = self.model(**inputs, use_cache=False)
                 leaving = output.logits if self.is_last else self._exit.outgoing
         finally:

@@ -14,6 +14,7 @@ __all__ = [
     "Schedule1F1B",
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
+    "fake_mode",
     "fix_buckets",
     "flatten_args",
 ]
@@ -29,3 +30,10 @@ def fix_buckets(module: DistributedDataParallel) -> None:
     module.reducer._push_all_rebuilt_params()
     rebuilt = module.reducer._rebuild_buckets()
     assert rebuilt, "this torch lays buckets out by other rules"
+
+
+def fake_mode():
+    """Within it tensors have no data. Imported late: it takes a third of a second and few runs need it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "hf_meshadapt"
 PURE = [
     "config.py",
     "planner.py",
+    "memory.py",
     "gradients.py",
     "sampling.py",
     "checkpoint_folder.py",
@@ -38,12 +39,14 @@ PURE = [
     "pipeline/partition.py",
     "pipeline/layout.py",
     "pipeline/microbatch.py",
+    "pipeline/refusals.py",
+    "pipeline/tiny_clone.py",
 ]
 HEAVY = ("torch.distributed", "accelerate", "transformers")
 # A module may import its own layer and those before it.
 LAYERS = [
     {"config", "mesh"},
-    {"presets", "planner", "boundary", "gradients", "sampling", "waiting"},
+    {"presets", "planner", "memory", "boundary", "gradients", "sampling", "waiting"},
     {
         "metering",
         "figures",
