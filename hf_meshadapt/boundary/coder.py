@@ -12,6 +12,7 @@ from torch import Tensor
 from ..config import BoundaryConfig
 from .fitting import BoundaryFit
 from .predictor import token_features
+from .sensitivity import TokenSensitivity
 from .sequence_coder import SequenceCoder
 from .token_codecs import make_token_codec
 
@@ -48,8 +49,8 @@ class BoundaryCoder:
             )
         if config.codec == "transform" and config.entropy_coded:
             # Coded as they are, gradients that are felt more are larger: they need no sensitivity.
-            sensitivity = fit.sensitivity if forward else (1.0, 1.0)
-            from .entropy_coder import EntropySequenceCoder  # numba takes half a second to import
+            sensitivity = TokenSensitivity(fit, self.table) if forward else None
+            from .entropy_coder import EntropySequenceCoder  # numba takes time to import
 
             return EntropySequenceCoder(tables, self.hidden_size, sequence_bytes, exact_first, sensitivity)
         codec = make_token_codec(config, self.hidden_size, direction, tables)
@@ -63,11 +64,11 @@ class BoundaryCoder:
 
     def encode(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
         """hidden (B, T, H) to uint8 (B, bytes)."""
-        return self.forward.encode(hidden.float(), self.predict(token_ids), kind)
+        return self.forward.encode(hidden.float(), self.predict(token_ids), kind, token_ids)
 
     def decode(self, packed: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
         """The hidden states as far as they were coded, (B, T, H) float32."""
-        return self.forward.decode(packed, self.predict(token_ids), kind)
+        return self.forward.decode(packed, self.predict(token_ids), kind, token_ids)
 
     def encode_gradient(self, gradient: Tensor, kind: Tensor) -> Tensor:
         """gradient (B, T, H) to uint8 (B, bytes)."""

@@ -6,9 +6,8 @@
     stream                             range coder over q, with the probabilities of a Gaussian of the component's
                                        variance times the token's gain (a quarter octave, in the stream too)
 
-The step is the smallest whose stream fits in the sequence's bytes. Tokens that predict a label are felt more by the loss
-than their context; their step is smaller by the square root of the ratio, which divides the distortion between the two
-as reverse water-filling does. The first token of every sequence travels whole, inside the same bytes.
+The step is the smallest whose stream fits in the sequence's bytes. Tokens that the loss is expected to feel more have a
+smaller one (`sensitivity.py`). The first token of every sequence travels whole, inside the same bytes.
 
 Source: entropy-coded scalar quantisation at one step after a Karhunen-Loeve transform, within 0.25 bit of the
 rate-distortion function, Goyal, Theoretical foundations of transform coding (2001); those of `rans.py` and
@@ -17,7 +16,6 @@ rate-distortion function, Goyal, Theoretical foundations of transform coding (20
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +25,8 @@ from torch import Tensor
 
 from . import rans
 from .bits import read_bfloat16
-from .sequence_coder import TARGET, split_tokens
+from .sensitivity import TokenSensitivity
+from .sequence_coder import split_tokens
 from .symbol_model import CLASS_UNITS, LARGEST, SMALLEST, UNITS, symbol_model
 from .transform import TransformTables
 
@@ -65,7 +64,7 @@ class EntropySequenceCoder:
         hidden_size: width of a token, H.
         sequence_bytes: bytes of a sequence by its padded length; even.
         exact_first: first tokens travel whole, in bfloat16.
-        sensitivity: how much the loss feels an error in a context token and in one that predicts a label.
+        sensitivity: says which tokens are coded finer; None treats all alike.
     """
 
     def __init__(
@@ -74,13 +73,12 @@ class EntropySequenceCoder:
         hidden_size: int,
         sequence_bytes: Callable[[int], int],
         exact_first: bool,
-        sensitivity: tuple[float, float] = (1.0, 1.0),
+        sensitivity: TokenSensitivity | None = None,
     ) -> None:
-        self.tables, self.hidden_size = tables, hidden_size
+        self.tables, self.hidden_size, self.sensitivity = tables, hidden_size, sensitivity
         self.sequence_bytes, self.exact_first = sequence_bytes, exact_first
         self.scales = in_units(tables.variances.cpu().double().clamp(min=2.0**-100).sqrt().numpy())
         self.weights = self._gain_weights()
-        self.target_offset = round(-UNITS / 2 * math.log2(sensitivity[1] / sensitivity[0]))
         self.expected = expected_bits(self.scales)
 
     def _gain_weights(self) -> Tensor:
@@ -89,9 +87,9 @@ class EntropySequenceCoder:
         return 1.0 / (deviations * deviations.sum())
 
     @torch.no_grad()
-    def encode(self, hidden: Tensor, base: Tensor, kind: Tensor) -> Tensor:
-        """Codes hidden - base: (B, T, H) float32 each, by kind (B, T), to uint8 (B, sequence_bytes(T))."""
-        layouts = [self._layout(row) for row in kind.cpu()]
+    def encode(self, hidden: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Codes hidden - base: (B, T, H) float32 each, by kind and token_ids (B, T), to uint8 (B, sequence_bytes(T))."""
+        layouts = self._layouts(kind, token_ids)
         # One product for the whole microbatch, and one copy to the host.
         residual = torch.cat([(h[layout.coded] - b[layout.coded]) for h, b, layout in zip(hidden, base, layouts)])
         components = residual @ self.tables.analysis.T
@@ -111,11 +109,11 @@ class EntropySequenceCoder:
         return torch.from_numpy(packed).to(hidden.device)
 
     @torch.no_grad()
-    def decode(self, packed: Tensor, base: Tensor, kind: Tensor) -> Tensor:
+    def decode(self, packed: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """What `encode` was given, as far as it was coded: (B, T, H) float32; base where nothing travelled."""
         hidden, host = base.clone(), packed.cpu().numpy()
         pieces, places = [], []
-        for row, layout in enumerate(self._layout(row) for row in kind.cpu()):
+        for row, layout in enumerate(self._layouts(kind, token_ids)):
             start = len(layout.exact) * self.hidden_size * 2
             whole = read_bfloat16(packed[row : row + 1], 0, len(layout.exact) * self.hidden_size)
             hidden[row, layout.exact] = whole.view(len(layout.exact), self.hidden_size)
@@ -128,12 +126,19 @@ class EntropySequenceCoder:
             hidden.view(-1, self.hidden_size).index_add_(0, torch.cat(places).to(hidden.device), residual)
         return hidden
 
-    def _layout(self, kind: Tensor) -> Layout:
+    def _layouts(self, kind: Tensor, token_ids: Tensor | None) -> list[Layout]:
+        kind = kind.cpu()
+        token_ids = torch.zeros_like(kind, dtype=torch.long) if token_ids is None else token_ids.cpu()
+        return [self._layout(*row) for row in zip(kind, token_ids)]
+
+    def _layout(self, kind: Tensor, token_ids: Tensor) -> Layout:
         budget = self.sequence_bytes(len(kind))
         exact, coded, left = split_tokens(kind, budget, self.hidden_size * 2, self.exact_first)
-        coded = coded.nonzero().squeeze(1)
-        offsets = np.where(kind[coded].numpy() == TARGET, self.target_offset, 0)
-        return Layout(exact, coded, offsets, max(0, left - HEADER.itemsize) // 4 * 4 + HEADER.itemsize)
+        offsets = np.zeros(len(kind), dtype=np.int64)
+        if self.sensitivity is not None:
+            offsets = self.sensitivity.offsets(token_ids.numpy(), kind.numpy())
+        stream_bytes = max(0, left - HEADER.itemsize) // 4 * 4 + HEADER.itemsize
+        return Layout(exact, coded.nonzero().squeeze(1), offsets[coded.numpy()], stream_bytes)
 
     def _encode_tokens(self, y: np.ndarray, gains: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
         """Components (N, C) and gains (N,) in classes of one sequence, into `out`; zeros where not even gains fit."""
@@ -224,5 +229,5 @@ def expected_bits(scales: np.ndarray) -> np.ndarray:
 def class_of_spread(symbols: np.ndarray) -> int:
     """The table for gain symbols of this spread: index, never one that codes nothing."""
     deviation = float(np.sqrt(np.mean(np.square(symbols, dtype=np.float64))))
-    k = round(UNITS / CLASS_UNITS * math.log2(max(deviation, 0.5)))
+    k = round(UNITS / CLASS_UNITS * float(np.log2(max(deviation, 0.5))))
     return min(max(k, 0), LARGEST) - SMALLEST

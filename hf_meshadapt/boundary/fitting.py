@@ -11,8 +11,8 @@ from .predictor import fit_mean, fit_ridge, residual_covariance, residual_energy
 from .statistics import BoundaryMoments
 from .transform import TransformTables, fit_tables
 
-# Ridge of the token predictor, in tokens, for features of norm 1.
-RIDGE = 1.2
+# Ridge of the token predictor, in tokens, for features of norm 1, and of what the loss feels, which is noisier.
+RIDGE, FELT_RIDGE = 1.2, 30.0
 
 
 @dataclass
@@ -24,6 +24,8 @@ class BoundaryFit:
         forward, backward: transforms of the two directions, None where the codec needs none.
         explained: share of the held-out energy around the channel mean that the token predictor explains.
         sensitivity: mean squared gradient of context tokens and of targets, relative to all.
+        felt: (2, F) float32, features @ felt predicts the 1/4th power of a token's gradient norm, for context tokens and
+            for targets, relative to the mean over all; None where it was not fitted.
     """
 
     weights: Tensor
@@ -31,6 +33,7 @@ class BoundaryFit:
     backward: TransformTables | None
     explained: float
     sensitivity: tuple[float, float] = (1.0, 1.0)
+    felt: Tensor | None = None
 
     @classmethod
     def empty(cls, hidden_size: int) -> BoundaryFit:
@@ -41,6 +44,8 @@ class BoundaryFit:
         """Everything as named tensors, for checkpoints and for the other end."""
         state = {"weights": self.weights, "explained": torch.tensor(self.explained)}
         state["sensitivity"] = torch.tensor(self.sensitivity)
+        if self.felt is not None:
+            state["felt"] = self.felt
         for name in ("forward", "backward"):
             tables = getattr(self, name)
             if tables is not None:
@@ -54,7 +59,8 @@ class BoundaryFit:
             return TransformTables(**parts) if parts else None
 
         sensitivity = tuple(state["sensitivity"].tolist())
-        return cls(state["weights"], tables("forward"), tables("backward"), float(state["explained"]), sensitivity)
+        explained = float(state["explained"])
+        return cls(state["weights"], tables("forward"), tables("backward"), explained, sensitivity, state.get("felt"))
 
 
 def fit_boundary(
@@ -91,7 +97,7 @@ def fit_boundary(
         covariance = residual_covariance(weights, moments.features, moments.cross, moments.hidden)
         forward = fit_tables(covariance, moments.gradients if weighted else None, size)
         backward = fit_tables(moments.gradients / moments.num_tokens, None, size)
-    return BoundaryFit(weights, forward, backward, explained, _sensitivity(moments))
+    return BoundaryFit(weights, forward, backward, explained, _sensitivity(moments), _felt(moments))
 
 
 def _sensitivity(moments: BoundaryMoments) -> tuple[float, float]:
@@ -101,3 +107,12 @@ def _sensitivity(moments: BoundaryMoments) -> tuple[float, float]:
     means = (energies / counts) / (energies.sum() / counts.sum())
     # Single precision, as the other end gets it: both must divide bytes alike.
     return tuple(means.float().tolist())
+
+
+def _felt(moments: BoundaryMoments) -> Tensor | None:
+    counts = moments.energies[:, 0]
+    if moments.felt.shape[1] == 1 or not (counts.min() > 0 and moments.felt[:, -1].min() > 0):
+        return None
+    mean = moments.felt[:, -1].double().sum() / counts.double().sum()
+    fitted = [fit_ridge(f, y[:, None], FELT_RIDGE)[:, 0] for f, y in zip(moments.felt_features, moments.felt)]
+    return (torch.stack(fitted).double() / mean).float()

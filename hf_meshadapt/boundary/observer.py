@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .predictor import token_features
+from .predictor import num_features, token_features
 from .sequence_coder import TARGET, TOKEN
 from .statistics import BoundaryMoments
 
@@ -27,8 +27,7 @@ class Observer:
 
     def __init__(self, hidden_size: int, table: Tensor | None, device: torch.device | str, replicas: int = 1):
         self.table = table
-        num_features = 1 if table is None else 2 * table.shape[1] + 1
-        self.by_replica = [BoundaryMoments.zeros(num_features, hidden_size, device) for _ in range(replicas)]
+        self.by_replica = [BoundaryMoments.zeros(num_features(table), hidden_size, device) for _ in range(replicas)]
         self.held_out = False
         self.replica = 0
 
@@ -50,11 +49,11 @@ class _Observe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, moments: BoundaryMoments, features: Tensor, kind: Tensor, held_out: bool):
         moments.add(features, hidden, (kind == TOKEN) | (kind == TARGET), held_out)
-        ctx.moments, ctx.kind, ctx.held_out = moments, kind, held_out
+        ctx.moments, ctx.features, ctx.kind, ctx.held_out = moments, features, kind, held_out
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         if not ctx.held_out:
-            ctx.moments.add_gradient(gradient, ctx.kind == TOKEN, ctx.kind == TARGET)
+            ctx.moments.add_gradient(ctx.features, gradient, ctx.kind == TOKEN, ctx.kind == TARGET)
         return gradient, None, None, None, None

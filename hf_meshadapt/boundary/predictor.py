@@ -1,9 +1,9 @@
-"""Predicts a token's hidden state from its token and the previous one, so that only the surprise must travel.
+"""Predicts a token's hidden state from its token and its neighbours, so that only the surprise must travel.
 
-    p_t = W [e(tok_t); e(tok_t-1); 1]       e: L2-normalised rows of a frozen, projected copy of the input embedding
+    p_t = W [e(tok_t); e(tok_t-1); e(tok_t+1); 1]   e: L2-normalised rows of a frozen, projected input embedding
 
-Ridge regression, fitted on unmasked passes. Both ends of a boundary know the token ids, so a prediction costs no
-bytes. With W holding only a constant this is the channel mean.
+Ridge regression, fitted on unmasked passes. Both ends of a boundary know the token ids of a training batch, the next
+one too, so a prediction costs no bytes. With W holding only a constant this is the channel mean.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def project_embedding(weight: Tensor, size: int = FEATURE_SIZE) -> Tensor:
 
 
 def token_features(table: Tensor, input_ids: Tensor) -> Tensor:
-    """Features of every token, (B, T, 2 x size + 1) float32; the token before the first is taken for zero.
+    """Features of every token, (B, T, `num_features(table)`) float32; what lies outside of a row is taken for zero.
 
     Args:
         table: (vocabulary, size), from `project_embedding`.
@@ -39,7 +39,13 @@ def token_features(table: Tensor, input_ids: Tensor) -> Tensor:
     """
     here = torch.nn.functional.embedding(input_ids, table).float()
     before = torch.nn.functional.pad(here[:, :-1], (0, 0, 1, 0))
-    return torch.cat([here, before, here.new_ones(*input_ids.shape, 1)], dim=2)
+    after = torch.nn.functional.pad(here[:, 1:], (0, 0, 0, 1))
+    return torch.cat([here, before, after, here.new_ones(*input_ids.shape, 1)], dim=2)
+
+
+def num_features(table: Tensor | None) -> int:
+    """Features of a token; without a table only the constant."""
+    return 1 if table is None else 3 * table.shape[1] + 1
 
 
 def fit_ridge(feature_moment: Tensor, cross_moment: Tensor, ridge: float) -> Tensor:

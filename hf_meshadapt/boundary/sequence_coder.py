@@ -53,13 +53,14 @@ class SequenceCoder:
         self.sequence_bytes, self.sensitivity = sequence_bytes, sensitivity
         self._divisions: dict[tuple[int, int, int], tuple[int, int]] = {}
 
-    def encode(self, hidden: Tensor, base: Tensor, kind: Tensor) -> Tensor:
+    def encode(self, hidden: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Codes hidden - base.
 
         Args:
             hidden: (B, T, H) float32.
             base: (B, T, H) float32, what both ends know already.
             kind: (B, T), what every position is.
+            token_ids: (B, T); not looked at here, for coders that divide bytes by them.
 
         Returns:
             uint8 (B, sequence_bytes(T)).
@@ -73,7 +74,7 @@ class SequenceCoder:
             packed[row, : len(stream)] = stream
         return packed
 
-    def decode(self, packed: Tensor, base: Tensor, kind: Tensor) -> Tensor:
+    def decode(self, packed: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """What `encode` was given, as far as it was coded: (B, T, H) float32; base where nothing travelled."""
         hidden = base.clone()
         for row, (exact, classes) in enumerate(map(self._layout, kind)):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+FELT_POWER = 1 / 8  # of a token's squared gradient
+
 
 @dataclass
 class BoundaryMoments:
@@ -18,6 +20,8 @@ class BoundaryMoments:
         hidden: (H, H), h hᵀ.
         gradients: (H, H), g gᵀ of per-token-normalised gradients of the loss.
         energies: (2, 2), number of tokens and sum of squared gradient entries, of context tokens and of targets.
+        felt_features, felt: of context tokens and of targets, (2, F, F), f fᵀ, and (2, F), f |g|^(1/4): how much the loss
+            feels a token is heavy-tailed, and only so high a root of it can be regressed on.
         held_features, held_cross, held_energy: the same over held-out tokens; (F, F), (F, H) and (1,), h·h.
     """
 
@@ -26,6 +30,8 @@ class BoundaryMoments:
     hidden: Tensor
     gradients: Tensor
     energies: Tensor
+    felt_features: Tensor
+    felt: Tensor
     held_features: Tensor
     held_cross: Tensor
     held_energy: Tensor
@@ -38,6 +44,8 @@ class BoundaryMoments:
             "hidden": (hidden_size, hidden_size),
             "gradients": (hidden_size, hidden_size),
             "energies": (2, 2),
+            "felt_features": (2, num_features, num_features),
+            "felt": (2, num_features),
             "held_features": (num_features, num_features),
             "held_cross": (num_features, hidden_size),
             "held_energy": (1,),
@@ -76,14 +84,17 @@ class BoundaryMoments:
             self.cross += f.T @ h
             self.hidden += h.T @ h
 
-    def add_gradient(self, gradient: Tensor, context: Tensor, targets: Tensor) -> None:
+    def add_gradient(self, features: Tensor, gradient: Tensor, context: Tensor, targets: Tensor) -> None:
         """Adds the loss's gradient (B, T, H) at the boundary; tokens without any gradient count for nothing.
 
         Args:
+            features: (B, T, F).
             context, targets: (B, T) bool, tokens that predict no label and those that do.
         """
         for row, tokens in enumerate((context, targets)):
-            g = gradient[tokens].float()
+            f, g = features[tokens].float(), gradient[tokens].float()
             self.energies[row] += torch.stack([g.new_tensor(float(len(g))), g.square().sum()])
+            self.felt_features[row] += f.T @ f
+            self.felt[row] += g.norm(dim=1).pow(2 * FELT_POWER) @ f
             g = torch.nn.functional.normalize(g, dim=1)
             self.gradients += g.T @ g

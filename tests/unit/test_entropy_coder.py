@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from hf_meshadapt.boundary import rans
 from hf_meshadapt.boundary.entropy_coder import HEADER, EntropySequenceCoder
+from hf_meshadapt.boundary.fitting import BoundaryFit
+from hf_meshadapt.boundary.sensitivity import TokenSensitivity
 from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN, SequenceCoder
 from hf_meshadapt.boundary.symbol_model import (
     CLASS_UNITS,
@@ -129,7 +131,7 @@ def tables(decay: float = 1.0) -> TransformTables:
     return fit_tables(random_covariance(HIDDEN, decay), None, HIDDEN)
 
 
-def make(num_bytes: int, exact_first: bool = True, sensitivity=(1.0, 1.0), fitted=None) -> EntropySequenceCoder:
+def make(num_bytes: int, exact_first: bool = True, sensitivity=None, fitted=None) -> EntropySequenceCoder:
     torch.manual_seed(0)
     return EntropySequenceCoder(fitted or tables(), HIDDEN, lambda length: num_bytes, exact_first, sensitivity)
 
@@ -191,7 +193,8 @@ def rate_distortion(variances: torch.Tensor, bits: float) -> float:
 def test_targets_get_the_share_that_their_sensitivity_says():
     kind = torch.tensor([[TOKEN, TARGET] * 200])
     tokens = gaussian(random_covariance(), 400)[None]
-    coder, base = make(400 * 24, sensitivity=(0.4, 1.6)), torch.zeros(1, 400, HIDDEN)
+    fit = BoundaryFit(torch.zeros(1, HIDDEN), None, None, 0.0, sensitivity=(0.4, 1.6))
+    coder, base = make(400 * 24, sensitivity=TokenSensitivity(fit, None)), torch.zeros(1, 400, HIDDEN)
     error = (coder.decode(coder.encode(tokens, base, kind), base, kind) - tokens).square().sum(2)
     assert float(error[kind == TOKEN].mean() / error[kind == TARGET].mean()) == pytest.approx(4, rel=0.2)
 

@@ -12,7 +12,7 @@ from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
 from hf_meshadapt.boundary.statistics import BoundaryMoments
 
 VOCAB, HIDDEN, SIZE = 40, 8, 6
-NUM_FEATURES = 2 * SIZE + 1
+NUM_FEATURES = 3 * SIZE + 1
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,8 @@ def moments_of(
         features = full if features_of is not None else torch.ones(1, count, 1)
         moments.add(features, hidden, torch.ones(1, count, dtype=torch.bool), held_out)
     gradient, all_tokens = torch.randn(1, num_tokens, HIDDEN), torch.ones(1, num_tokens, dtype=torch.bool)
-    moments.add_gradient(gradient, all_tokens, ~all_tokens)
+    features = gradient.new_ones(1, num_tokens, len(moments.features))
+    moments.add_gradient(features, gradient, all_tokens, ~all_tokens)
     return moments
 
 
@@ -175,7 +176,7 @@ def test_sensitivity_is_the_mean_squared_gradient_of_context_and_targets_relativ
     moments.energies.zero_()
     gradient, target = torch.randn(3, 20, HIDDEN), torch.rand(3, 20) < 0.4
     gradient[target] *= 3
-    moments.add_gradient(gradient, ~target, target)
+    moments.add_gradient(torch.ones(3, 20, 1), gradient, ~target, target)
     squares = gradient.square().sum(2)
     expected = [float(squares[tokens].mean() / squares.mean()) for tokens in (~target, target)]
     assert fit_boundary(moments, transforms=False).sensitivity == pytest.approx(expected, rel=1e-5)

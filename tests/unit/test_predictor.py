@@ -8,6 +8,7 @@ import torch
 from hf_meshadapt.boundary.predictor import (
     fit_mean,
     fit_ridge,
+    num_features,
     project_embedding,
     residual_covariance,
     residual_energy,
@@ -53,15 +54,16 @@ def test_projected_embedding_of_scaled_rows_is_the_same():
     assert torch.equal(project_embedding(weight, SIZE), project_embedding(scaled, SIZE))
 
 
-def test_features_are_this_token_the_previous_one_and_a_constant():
+def test_features_are_this_token_its_neighbours_and_a_constant():
     table = torch.randn(VOCAB, SIZE).bfloat16()
     ids = torch.randint(VOCAB, (3, 4))
     features = token_features(table, ids)
-    assert features.shape == (3, 4, 2 * SIZE + 1) and features.dtype == torch.float32
+    assert features.shape == (3, 4, num_features(table)) and features.dtype == torch.float32
     for row in range(3):
         for position in range(4):
             before = table[ids[row, position - 1]].float() if position else torch.zeros(SIZE)
-            expected = torch.cat([table[ids[row, position]].float(), before, torch.ones(1)])
+            after = table[ids[row, position + 1]].float() if position < 3 else torch.zeros(SIZE)
+            expected = torch.cat([table[ids[row, position]].float(), before, after, torch.ones(1)])
             assert torch.equal(features[row, position], expected)
 
 

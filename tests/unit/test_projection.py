@@ -59,7 +59,7 @@ def moments_of(hidden: torch.Tensor, gradients: torch.Tensor) -> BoundaryMoments
     moments = BoundaryMoments.zeros(1, hidden.shape[-1], "cpu")
     everything = torch.ones(hidden.shape[:2], dtype=torch.bool)
     moments.add(torch.ones(*hidden.shape[:2], 1), hidden, everything, held_out=False)
-    moments.add_gradient(gradients, ~everything, everything)
+    moments.add_gradient(torch.ones(*everything.shape, 1), gradients, ~everything, everything)
     return moments
 
 
