@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from pathlib import Path
 
 import torch
 
@@ -19,9 +21,17 @@ UNSUPPORTED = {
     "auto_find_batch_size": "ranks could end up with different batch sizes. Set per_device_train_batch_size instead",
     "fsdp": "cannot be combined with a pipeline mesh. Unset it",
     "deepspeed": "cannot be combined with a pipeline mesh. Unset it",
-    "label_smoothing_factor": "the last stage computes the model's own loss, which is not smoothed. Leave it at 0",
     "torch_compile": "stages are not compiled. Unset it",
     "use_liger_kernel": "it replaces the forward pass that stages are cut from. Unset it",
+    "bf16_full_eval": "evaluation runs on the stages that train. Load the model in bfloat16, or set bf16=True",
+    "fp16_full_eval": "evaluation runs on the stages that train. Set bf16=True for less memory",
+    "eval_use_gather_object": "what metrics need travels as tensors. Unset it",
+    "parallelism_config": "cannot be combined with a pipeline mesh. Unset it",
+    "enable_jit_checkpoint": "ranks could be stopped at different steps. Set save_steps instead",
+    "ddp_find_unused_parameters": "a stage registers only parameters that it uses. Unset it",
+    "ddp_bucket_cap_mb": "the mesh lays out the gradients' buckets itself. Unset it",
+    "ddp_broadcast_buffers": "replicas agree on their buffers already. Unset it",
+    "ddp_static_graph": "the mesh wraps the stages itself. Unset it",
 }
 
 
@@ -165,6 +175,23 @@ class ArgumentChecks:
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
             if os.environ.get(name, "false").lower() in ("1", "true"):
                 raise NotImplementedError(f"{name}={os.environ[name]}: {UNSUPPORTED['fsdp']} in accelerate's config")
+        if self.label_names not in (None, ["labels"]):
+            raise NotImplementedError(
+                f"label_names={self.label_names!r}: the last stage reads `labels`. Rename the column"
+            )
+        fused = (
+            "lomo",
+            "adalomo",
+            "galore_adamw_layerwise",
+            "galore_adamw_8bit_layerwise",
+            "galore_adafactor_layerwise",
+        )
+        if self.optim in (*fused, "apollo_adamw_layerwise"):
+            raise NotImplementedError(
+                f"optim={str(self.optim)!r}: it steps within the backward pass, before microbatches are summed. "
+                "Use another, such as adamw_torch"
+            )
+        self._check_accelerator_config()
         if self.train_sampling_strategy == "batch_rebalance":
             raise NotImplementedError(
                 "train_sampling_strategy='batch_rebalance': it deals rows out to ranks, and the stages of a pipeline "
@@ -174,6 +201,19 @@ class ArgumentChecks:
             raise NotImplementedError(
                 "average_tokens_across_devices=False: the mesh normalises by all replicas' tokens. Leave it at True"
             )
+
+    def _check_accelerator_config(self) -> None:
+        config = self.accelerator_config
+        if isinstance(config, str):
+            config = json.loads(Path(config).read_text())
+        config = config if isinstance(config, dict) or config is None else config.to_dict()
+        for name, fixed in (("split_batches", False), ("dispatch_batches", False), ("even_batches", True)):
+            value = (config or {}).get(name)
+            if value not in (None, fixed):
+                raise NotImplementedError(
+                    f"accelerator_config={{{name!r}: {value}}}: replicas read batches of their own, equally many. Leave it "
+                    "unset"
+                )
 
     def layers_per_chunk(self) -> tuple[int, ...] | None:
         """`pipeline_split` as numbers; None for the automatic balance."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from .agreements import Agreements
 from .calibration import calibrate
 from .config import BoundaryConfig, MeshConfig
 from .gradients import clip_coefficient, scale_gradients, squared_norm, sum_tied
 from .ledger import Ledger
 from .memory import RankWeights
 from .mesh import MeshGroups, MeshTopology
-from .metering import exchange_json
 from .pipeline.assembly import ModelParts, build_stages
 from .pipeline.footprint import check_resident
 from .pipeline.intake import take_model
@@ -24,16 +24,14 @@ from .pipeline.layout import ModelLayout
 from .pipeline.microbatch import Batch, microbatch_keys
 from .pipeline.runner import PipelineRunner, Runner
 from .pipeline.sequential import SequentialRunner
+from .pipeline.stage import LossFunction
 from .planner import BytePlan, ModelShape, byte_plan
 from .waiting import Waiter, leave_world_at_exit, within
 
 logger = logging.getLogger(__name__)
 
-# An error lists the ranks it may be about, up to so many.
-MAX_NAMED_PEERS = 8
 
-
-class MeshEngine:
+class MeshEngine(Agreements):
     """Runs batches over the mesh and agrees on gradients; knows nothing of Trainer.
 
     Args:
@@ -48,7 +46,6 @@ class MeshEngine:
         self.ledger = Ledger()
         self.sockets, self.step_meter = self.ledger.sockets, self.ledger.step_meter
         self.waiter = Waiter(self._describe_stage, mesh.timeout_seconds, self.step_meter.add_wait)
-        self.groups: MeshGroups | None = None
         if not mesh.emulated:
             with self.naming("the process groups shared with"):
                 self.groups = within(mesh.timeout_seconds, self._make_groups)
@@ -84,9 +81,22 @@ class MeshEngine:
         self._cut = take_model(model, dtype, self.mesh, self.topology.stage, check_memory)
         return self._cut[0]
 
-    def build(self, device: torch.device, autocast: Callable[[], contextlib.AbstractContextManager]) -> None:
-        """Builds stages and runner, once the model is on its device."""
+    def build(
+        self,
+        device: torch.device,
+        autocast: Callable[[], contextlib.AbstractContextManager],
+        loss_function: LossFunction | None = None,
+    ) -> None:
+        """Builds stages and runner, once the model is on its device.
+
+        Args:
+            loss_function: computes the loss in the model's place.
+
+        Raises:
+            NotImplementedError: the loss is not a sum over tokens divided by their number; on all ranks.
+        """
         self.parts = build_stages(*self._cut, self.mesh, self.boundary, self.topology.stage, self.share, autocast)
+        self._take_loss(loss_function)
         # Data-parallel modules meet when they are made.
         with self.naming("data-parallel set-up with", self._replicas):
             if self.mesh.emulated or self.mesh.num_chunks == 1:
@@ -104,13 +114,19 @@ class MeshEngine:
                 )
         self.device = device
 
-    def share(self, mine: dict) -> dict:
-        """Merges {chunk: JSON-able value} over the stages of the pipeline."""
-        if self.groups is None:
-            return mine
-        with self.naming("small facts from", self._pipeline):
-            everyone = exchange_json(sorted(mine.items()), self.groups.control)
-        return {chunk: names for claims in everyone for chunk, names in claims}
+    def _take_loss(self, loss_function: LossFunction | None) -> None:
+        last = self.parts.stages.get(self.mesh.num_chunks - 1)
+        fault = {}
+        if last is not None:
+            last.loss_function = loss_function
+            fault = {0: last.loss_fault()}
+        (reason,) = self.share(fault).values()
+        if reason is not None:
+            whose = "compute_loss_func" if loss_function else f"the loss of {type(self.parts.model).__name__}"
+            raise NotImplementedError(
+                f"{whose} cannot be summed over microbatches and replicas: it must be the sum of token losses divided by "
+                f"num_items_in_batch ({reason}). Use a model or a compute_loss_func whose loss is"
+            )
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -151,9 +167,9 @@ class MeshEngine:
         self.step_meter.end_step()
         self.waiter.step = (self.waiter.step or 0) + 1
 
-    def eval_batch(self, batch: Batch, rows: int) -> torch.Tensor:
-        """Summed token loss of this process's replicas, unmasked; 0 where the last chunk is elsewhere."""
-        return self.runner.eval_batch(batch, rows)
+    def eval_batch(self, batch: Batch, rows: int, on_output: Callable[[object], None] | None = None) -> torch.Tensor:
+        """Summed token loss of this process's replicas, unmasked; see `Runner.eval_batch`."""
+        return self.runner.eval_batch(batch, rows, on_output)
 
     def calibrate(self, batches: list[Batch], rows: int, accumulation: int) -> None:
         """Fits the boundaries on uncoded passes; see `calibration.calibrate`. `calibration_cost` adds up what it cost."""
@@ -177,20 +193,6 @@ class MeshEngine:
         return 1 if self.mesh.emulated else self.mesh.stages
 
     # Agreements ------------------------------------------------------------------------------------------------------
-
-    def sum_over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a small CPU tensor over the replicas of this stage."""
-        if self.groups is not None:
-            with self._waiting("the other replicas' sums from", self._replicas):
-                dist.all_reduce(tensor, group=self.groups.replica_control)
-        return tensor
-
-    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gives every stage of the pipeline the last stage's small CPU tensor."""
-        if self.groups is not None and self.mesh.num_chunks > 1:
-            with self._waiting("the last stage's result from", self._pipeline):
-                dist.broadcast(tensor, group=self.groups.control, group_src=self.mesh.stages - 1)
-        return tensor
 
     def gradient_norm(self) -> torch.Tensor:
         """Norm of the gradient over the whole pipeline, a tied embedding counted once; float64 scalar on the CPU.
@@ -228,34 +230,6 @@ class MeshEngine:
         ends = self.topology.tied_ranks(self.topology.replica)
         with self._waiting("the other end's gradient of the tied embedding from", ends):
             dist.all_reduce(copy.grad, group=self.groups.tied)
-
-    @contextlib.contextmanager
-    def _waiting(self, awaited: str, ranks: list[int]) -> Iterator[None]:
-        with self.naming(awaited, ranks), self.step_meter.waiting():
-            yield
-
-    def naming(self, awaited: str, ranks: list[int] | None = None) -> contextlib.AbstractContextManager:
-        """Makes a lost link within the context a `LinkError` that names this rank, the step, `awaited` and peers.
-
-        Args:
-            awaited: what is awaited, up to a preposition: the peers follow.
-            ranks: members of the group in which the wait happens; by default all.
-        """
-        others = [rank for rank in ranks or range(self.mesh.num_ranks) if rank != self.topology.rank]
-        few = 0 < len(others) <= MAX_NAMED_PEERS
-        peers = " or ".join(map(self.topology.describe, others)) if few else "one of all ranks"
-        return self.waiter.naming(self.topology.describe(), f"{awaited} {peers}")
-
-    @property
-    def _pipeline(self) -> list[int]:
-        return self.topology.pipeline_ranks(self.topology.replica)
-
-    @property
-    def _replicas(self) -> list[int]:
-        return self.topology.data_parallel_ranks(self.topology.stage)
-
-    def _describe_stage(self, stage: int) -> str:
-        return self.topology.describe(self.topology.rank_of(self.topology.replica, stage % self.mesh.stages))
 
     # Figures ---------------------------------------------------------------------------------------------------------
 

@@ -177,13 +177,13 @@ def table_bytes(boundary: BoundaryConfig, hidden_size: int, vocab_size: int, fea
 
     Args:
         features: width of the token table, where the predictor is `token`; a token's features are its own, those of
-            its neighbours and a constant.
+            the previous one and a constant.
         ends: ends of boundaries on the rank.
     """
-    rows = 3 * features + 1 if boundary.predictor == "token" else 1
+    rows = 2 * features + 1 if boundary.predictor == "token" else 1
     predictor = 4 * rows * hidden_size
     if boundary.codec == "transform" and boundary.entropy_coded and features:
-        predictor += 2 * 3 * 2 * vocab_size  # sensitivities: by kind and place, int16
+        predictor += 2 * 2 * 2 * vocab_size  # sensitivities: by kind and place, int16
     # Analysis and synthesis, float32, of both directions; at most, where no component is left out.
     transforms = 2 * 2 * 4 * hidden_size**2 if boundary.fits_transforms else 0
     table = 2 * vocab_size * features if boundary.predictor == "token" else 0

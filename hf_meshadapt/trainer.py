@@ -8,19 +8,30 @@ import logging
 from pathlib import Path
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import RandomSampler
 from transformers import Trainer, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length, rotate_checkpoints
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    EvalLoopOutput,
+    PredictionOutput,
+    has_length,
+    rotate_checkpoints,
+)
 
 from . import mesh_checkpoint
 from .arguments import MeshAdaptArguments
+from .batches import checked, drawn_alike, num_real, shard_by_replica, source_of, tensors_of, without_repeats
 from .engine import MeshEngine
-from .pipeline.microbatch import mask_rows, pad_rows
+from .evaluation_loop import evaluation_loop
+from .pipeline.microbatch import pad_rows
 from .progress import MeshProgressCallback
 from .sampling import EpochSampler
+from .trainer_checks import loss_function, refuse_model, refuse_optimizer, refuse_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +51,11 @@ class MeshAdaptMixin:
         if not isinstance(args, MeshAdaptArguments):
             raise ValueError(f"args must be MeshAdaptArguments, not {type(args).__name__}: change that name too")
         named = {**dict(zip(list(inspect.signature(super().__init__).parameters)[2:], positional)), **kwargs}
-        refuse_unsupported(named)
+        refuse_unsupported(type(self), named, args)
         set_seed(args.seed)  # before a model_init builds weights, as Trainer does
-        if model is None and (model_init := named.pop("model_init", None)) is not None:
-            model = model_init()
+        self._starts_anew = model is None and named.get("model_init") is not None
+        if self._starts_anew:
+            model = named.pop("model_init")()
         if model is None:
             raise ValueError(
                 "model=None: give a model, or the name of one, of which each rank then loads its own stage"
@@ -55,7 +67,10 @@ class MeshAdaptMixin:
         model = self.engine.take_model(model, args.model_dtype, args.device, "" if own_optimizer else args.optim)
         super().__init__(model=model, args=args, **named)
         self.args._n_gpu = min(1, self.args.n_gpu)  # never DataParallel over the local GPUs
-        self.engine.build(args.device, self.accelerator.autocast)
+        refuse_model(self)
+        self.engine.build(args.device, self.accelerator.autocast, loss_function(self))
+        refuse_optimizer(self)
+        self._evaluated: tuple[str, int] | None = None  # prefix and batches of the last one, until timed
         self._accumulation = 0
         self._batch_length = 0
         if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
@@ -66,48 +81,36 @@ class MeshAdaptMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        mesh = self.engine.mesh
-
-        def shard_by_replica(loader, device_placement=None, slice_fn_for_dispatch=None):
-            accelerator = self.accelerator
-            loader = prepare_data_loader(
-                loader,
-                accelerator.device,
-                num_processes=1 if mesh.emulated else mesh.replicas,
-                process_index=self.engine.topology.replica,
-                put_on_device=accelerator.device_placement,
-                # Seeds are equal on all ranks; synchronising generators would be a collective on WORLD.
-                rng_types=[],
-                dispatch_batches=False,
-                even_batches=True,
-                use_seedable_sampler=accelerator.use_seedable_sampler,
-                data_seed=accelerator.dataloader_config.data_seed,
-                non_blocking=accelerator.non_blocking,
-            )
-            if isinstance(loader.batch_sampler, BatchSamplerShard):
-                # Where accelerate looks for it to set the epoch of a loader that skips batches (a resume).
-                loader.batch_sampler.sampler = loader.batch_sampler.batch_sampler.sampler
-            return loader
-
-        self.accelerator.prepare_data_loader = shard_by_replica
+        accelerator = self.accelerator
+        # The placement that Trainer passes on is accelerate's default.
+        accelerator.prepare_data_loader = lambda loader, *_, **__: shard_by_replica(loader, accelerator, self.engine)
 
     def _get_train_sampler(self, train_dataset=None):
-        sampler = super()._get_train_sampler(train_dataset)
+        sampler = self._over_replicas(super()._get_train_sampler(train_dataset))
         if isinstance(sampler, RandomSampler) and self.accelerator.use_seedable_sampler:
             return sampler  # accelerate seeds it
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochSampler(sampler, seed) if hasattr(sampler, "generator") else sampler
+
+    def _get_eval_sampler(self, eval_dataset):
+        return self._over_replicas(super()._get_eval_sampler(eval_dataset))
+
+    def _over_replicas(self, sampler):
+        if isinstance(sampler, LengthGroupedSampler) and not self.engine.mesh.emulated:
+            sampler.batch_size *= self.engine.mesh.replicas  # one order for all of them
+        return sampler
 
     def get_tp_size(self) -> int:
         """Ranks that read the same batch, as Trainer's batch arithmetic wants to know."""
         return 1 if self.engine.mesh.emulated else self.engine.mesh.stages
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device):
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = [self._with_labels(batch) for batch in batches]
+        with drawn_alike(self.engine, self.args.seed, self.state.global_step):
+            batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = [checked(batch) for batch in batches]
         if batches and self.accelerator.gradient_state.end_of_dataloader:
             # Not of the loader in use: on a resume it skips batches and does not know its size.
-            batches[-1] = self._without_repeats(batches[-1], self.callback_handler.train_dataloader)
+            batches[-1] = without_repeats(batches[-1], self.callback_handler.train_dataloader, self.engine)
         count = sum((self._count_labels(batch["labels"]) for batch in batches), torch.zeros((), dtype=torch.long))
         return batches, self.engine.sum_over_replicas(count.cpu())
 
@@ -118,26 +121,21 @@ class MeshAdaptMixin:
         # Trainer's own rule: for some architectures (GPT-2) it counts position 0 although the loss leaves it out.
         return (labels[..., 1:] if self._loss_shifts_labels else labels).ne(-100).sum()
 
-    def _with_labels(self, batch):
-        if "labels" not in batch:
-            raise ValueError(
-                f"the batch has no labels (only {', '.join(batch)}): use a data collator that makes them, such as "
-                "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
-            )
-        return dict(batch)
-
-    def _without_repeats(self, batch, loader):
-        """Takes the labels off the rows that the sampler repeated to give every replica a last batch."""
-        if self.engine.mesh.emulated or loader._drop_last or not has_length(loader.dataset):
-            return batch
-        remainder, rows = len(loader.dataset) % loader.total_batch_size, len(batch["labels"])
-        return mask_rows(batch, max(0, remainder - self.engine.topology.replica * rows)) if remainder else batch
+    def _track_num_input_tokens(self, inputs) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(
+            {name: value[: num_real(inputs)] for name, value in tensors_of(inputs).items()}
+        )
+        # Trainer sums over all ranks, and the stages of a pipeline read the same tokens.
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
 
     # Training --------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if has_length(self.train_dataset) and len(self.train_dataset) == 0:
             raise ValueError("train_dataset is empty. Give it at least one row")
+        if self._starts_anew and self.state.global_step:
+            raise NotImplementedError("train() again with model_init: stages are not built anew. Make another trainer")
         # Trainer's own exchanges over all ranks do not say whom they waited for.
         with self.engine.naming("Trainer's exchange with"):
             if resume_from_checkpoint is True:
@@ -172,14 +170,14 @@ class MeshAdaptMixin:
         """
         rows, local = self._rows(training=True), self.engine.local_replicas
         everyone = rows * self.engine.mesh.replicas
-        source, batches, left = iter(dataloader.dataset), [], self.args.calibration_tokens
+        source, batches, left = iter(source_of(dataloader)), [], self.args.calibration_tokens
         while left > 0:
             examples = list(itertools.islice(source, everyone))
             if not batches:  # a small dataset
                 examples = list(itertools.islice(itertools.cycle(examples), everyone))
             if len(examples) < everyone:
                 break
-            batch = self._with_labels(dataloader.collate_fn(examples))
+            batch = tensors_of(checked(dataloader.collate_fn(examples)))
             left -= batch["labels"].numel()
             mine = {name: value[rows * local[0] : rows * (local[-1] + 1)] for name, value in batch.items()}
             batches.append(self._prepare_inputs(mine))
@@ -198,18 +196,20 @@ class MeshAdaptMixin:
             meter.start_step()
         sync = self.accelerator.sync_gradients
         rows = self._rows(training=True)
-        inputs = self._padded(self._prepare_inputs(inputs), rows)
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = pad_rows(self._prepare_inputs(tensors_of(inputs)), rows * len(engine.local_replicas))
         self._batch_length = inputs["labels"].shape[1]
         loss = engine.train_batch(inputs, rows, num_items_in_batch, self.state.global_step, self._accumulation, sync)
         meter.add_tokens(inputs["labels"].numel())  # padding travels too
         self._accumulation = 0 if sync else self._accumulation + 1
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         return loss * engine.loss_share
 
     def _rows(self, training: bool) -> int:
         return self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
-
-    def _padded(self, inputs: dict, rows: int) -> dict:
-        return pad_rows(inputs, rows * len(self.engine.local_replicas))
 
     def _clip_grad_norm(self, model):
         return self.engine.clip_gradients(self.args.max_grad_norm)
@@ -219,9 +219,15 @@ class MeshAdaptMixin:
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
-        # The step's last moment: everything before it is part of the step that the meter times.
-        optimizer.register_step_post_hook(lambda *_: self.engine.end_step())
+        if not isinstance(optimizer, AcceleratedOptimizer):  # else of an earlier train(), and hooked
+            # The step's last moment: everything before it is part of the step that the meter times.
+            optimizer.register_step_post_hook(lambda *_: self.engine.end_step())
         return optimizer
+
+    def hyperparameter_search(self, *args, **kwargs):
+        raise NotImplementedError(
+            "hyperparameter_search: a mesh cannot be built anew per trial. Launch one run per trial"
+        )
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
@@ -229,41 +235,47 @@ class MeshAdaptMixin:
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
-        """Mean loss, unmasked, weighted as a single-process Trainer with all replicas' rows in one batch weighs it."""
-        if description == "Prediction":
-            raise NotImplementedError("predict() on a mesh: load the saved model with AutoModelForCausalLM instead")
-        with self.engine.ledger.apart():
-            return self._evaluation_loop(dataloader, metric_key_prefix)
-
-    def _evaluation_loop(self, dataloader, metric_key_prefix: str) -> EvalLoopOutput:
-        rows = self._rows(training=False)
-        rounds: list[torch.Tensor] = []
+        """Uncoded; the same metrics on all ranks, see `evaluation_loop.evaluation_loop`."""
+        if ignore_keys is None:
+            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", [])
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
-        for batch in dataloader:
-            batch = self._prepare_inputs(self._with_labels(batch))
-            if self.accelerator.gradient_state.end_of_dataloader:
-                batch = self._without_repeats(batch, dataloader)
-            examples = batch["labels"].ne(-100).any(dim=1).sum()
-            tokens = self._count_labels(batch["labels"])
-            loss = self.engine.eval_batch(self._padded(batch, rows), rows)
-            rounds.append(torch.stack([loss.double(), tokens.double(), examples.double()]).cpu())
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        loss = self._mean_loss(rounds)
-        num_samples = len(dataloader.dataset) if has_length(dataloader.dataset) else len(rounds) * rows
-        return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": loss}, num_samples)
+        with self.engine.ledger.apart():
+            output, num_batches = evaluation_loop(
+                self,
+                dataloader,
+                predicts=description == "Prediction",
+                loss_only=self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
+                ignore_keys=ignore_keys,
+                prefix=metric_key_prefix,
+            )
+        self._evaluated = (metric_key_prefix, num_batches)
+        return output
 
-    def _mean_loss(self, rounds: list[torch.Tensor]) -> float:
-        if not rounds:
-            raise ValueError("the evaluation dataset is empty: there is no loss to average. Give it at least one row")
-        sums = self.engine.from_last_stage(self.engine.sum_over_replicas(torch.stack(rounds)))
-        loss, tokens, examples = sums[sums[:, 1] > 0].T
-        return float((loss / tokens * examples).sum() / examples.sum())
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """As Trainer's; call it on all ranks. Metrics are returned on all of them, predictions where they are.
+
+        With `preprocess_logits_for_metrics` that is the last stage of replica 0, which then has those of the whole data
+        set, in order. Without it every last stage returns those of its own replica's rows: logits do not travel. On the
+        other ranks `predictions` and `label_ids` are None. In the emulated mesh the one process returns everything.
+        """
+        output = super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+        self._agree_on_speed(output.metrics)
+        return output
+
+    def _agree_on_speed(self, metrics: dict) -> None:
+        # Every rank has timed the evaluation by a clock of its own; nobody must decide by different figures.
+        if self._evaluated is not None:
+            metrics.update(self.engine.from_judge(speed_of(metrics, *self._evaluated)))
+            self._evaluated = None
 
     # Logs ------------------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self.engine.take_logs())
+        self._agree_on_speed(logs)
         super().log(logs, start_time)
 
     def mesh_report(self) -> dict:
@@ -358,13 +370,13 @@ def mesh_report(logged: dict[str, float], plan) -> dict:
     }
 
 
-def refuse_unsupported(trainer_arguments: dict) -> None:
-    """Raises NotImplementedError for what would be ignored or wrong over stages."""
-    for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
-        if trainer_arguments.get(name) is not None:
-            raise NotImplementedError(
-                f"{name}: logits stay on the last stage, so only the model's own loss is computed on a mesh. Leave it out"
-            )
+def speed_of(metrics: dict, prefix: str, num_batches: int) -> dict:
+    """The figures that Trainer derives from the time that an evaluation took; it takes stages for replicas."""
+    names = (f"{prefix}_{name}" for name in ("runtime", "samples_per_second", "steps_per_second"))
+    speed = {name: metrics[name] for name in names if name in metrics}
+    if seconds := speed.get(f"{prefix}_runtime"):
+        speed[f"{prefix}_steps_per_second"] = round(num_batches / seconds, 3)
+    return speed
 
 
 class MeshAdaptTrainer(MeshAdaptMixin, Trainer):

@@ -6,11 +6,6 @@
     stream                             range coder over q, with the probabilities of a Gaussian of the component's
                                        variance times the token's gain (a quarter octave, in the stream too)
 
-What all tokens of a sequence share is coded before them, in a stream of its own: their mean times sqrt(N), at the same
-step, so that the mean errs sqrt(N) times less than a token. As training moves the hidden states away from where they were
-calibrated, they shift together, by less than a step: at the tokens' own step it would never travel, nor would gradients
-that are small and alike, and the stages would drift apart from what they are together.
-
 The step is the smallest whose stream fits in the sequence's bytes. Tokens that the loss is expected to feel more have a
 smaller one (`sensitivity.py`). The first token of every sequence travels whole, inside the same bytes.
 
@@ -35,23 +30,11 @@ from .sequence_coder import split_tokens
 from .symbol_model import CLASS_UNITS, LARGEST, SMALLEST, UNITS, symbol_model
 from .transform import TransformTables
 
-BANDS = 8  # of components; the mean has a gain in each, since what training shifts has a spectrum of its own
-HEADER = np.dtype(
-    [
-        ("step", "<i2"),
-        ("gain_base", "<i2"),
-        ("gain_class", "u1"),
-        ("state", "u1"),
-        ("mean_words", "<u2"),
-        ("mean_gains", "i1", BANDS),
-    ]
-)
+HEADER = np.dtype([("step", "<i2"), ("gain_base", "<i2"), ("gain_class", "u1"), ("state", "u1")])
 # Of a stream, in its header.
 NOTHING, CODED, NOT_FINITE = 0, 1, 2
 # Of the step, when the first guess is improved by what the symbols really take.
 REFINEMENTS = 2
-FEW_TOKENS = 8  # have no mean of their own
-NO_GAINS, NO_SCALE = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 MOST_OCTAVES = 120  # of a squared gain: what single precision holds
 FINEST = 64 * UNITS  # steps lie within 2**-64 .. 2**64
 
@@ -95,11 +78,13 @@ class EntropySequenceCoder:
         self.tables, self.hidden_size, self.sensitivity = tables, hidden_size, sensitivity
         self.sequence_bytes, self.exact_first = sequence_bytes, exact_first
         self.scales = in_units(tables.variances.cpu().double().clamp(min=2.0**-100).sqrt().numpy())
-        self.deviations = tables.variances.cpu().clamp(min=1e-30).sqrt().numpy()
-        # A gain is judged by standard deviations: the components that carry most tell most about it.
-        self.weights = 1.0 / (self.deviations * self.deviations.sum())
-        self.bands = np.arange(len(self.scales)) * BANDS // len(self.scales)
+        self.weights = self._gain_weights()
         self.expected = expected_bits(self.scales)
+
+    def _gain_weights(self) -> Tensor:
+        # The gain is judged by standard deviations: the components that carry most tell most about it.
+        deviations = self.tables.variances.clamp(min=1e-30).sqrt()
+        return 1.0 / (deviations * deviations.sum())
 
     @torch.no_grad()
     def encode(self, hidden: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -107,7 +92,10 @@ class EntropySequenceCoder:
         layouts = self._layouts(kind, token_ids)
         # One product for the whole microbatch, and one copy to the host.
         residual = torch.cat([(h[layout.coded] - b[layout.coded]) for h, b, layout in zip(hidden, base, layouts)])
-        components = (residual @ self.tables.analysis.T).cpu().numpy()
+        components = residual @ self.tables.analysis.T
+        gains = (components.square() @ self.weights).log2().clamp(-MOST_OCTAVES, MOST_OCTAVES) / 2
+        gains = (gains * (UNITS / CLASS_UNITS)).round().nan_to_num().long().cpu().numpy()
+        components = components.cpu().numpy()
         packed = np.zeros((len(hidden), self.sequence_bytes(hidden.shape[1])), dtype=np.uint8)
         start = 0
         for row, layout in enumerate(layouts):
@@ -116,7 +104,7 @@ class EntropySequenceCoder:
             packed[row, : len(whole)] = whole
             if layout.stream_bytes > HEADER.itemsize and stop > start:
                 stream = packed[row, len(whole) : len(whole) + layout.stream_bytes]
-                self._encode_tokens(components[start:stop], layout.offsets, stream)
+                self._encode_tokens(components[start:stop], gains[start:stop], layout.offsets, stream)
             start = stop
         return torch.from_numpy(packed).to(hidden.device)
 
@@ -152,55 +140,45 @@ class EntropySequenceCoder:
         stream_bytes = max(0, left - HEADER.itemsize) // 4 * 4 + HEADER.itemsize
         return Layout(exact, coded.nonzero().squeeze(1), offsets[coded.numpy()], stream_bytes)
 
-    def _encode_tokens(self, y: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
-        """Components (N, C) of one sequence, with its tokens' offsets (N,), into `out`; zeros where not even gains fit."""
+    def _encode_tokens(self, y: np.ndarray, gains: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
+        """Components (N, C) and gains (N,) in classes of one sequence, into `out`; zeros where not even gains fit."""
         model, header = symbol_model(), out[: HEADER.itemsize].view(HEADER)
         if not np.isfinite(y).all():  # the loss is not either: let the other end see it
             header["state"] = NOT_FINITE
             return
-        mean = Mean(self, y)
-        gains = self._gains(y - mean.exact)
         base = int(np.median(gains))
         gain_class = class_of_spread(gains - base)
         symbols = np.clip(gains - base, -model.reach[gain_class], model.reach[gain_class])
         gains = (base + symbols) * CLASS_UNITS
         words = np.zeros((len(out) - HEADER.itemsize) // 4, dtype=np.uint32)
-        budget = 32.0 * (len(words) - 1) - model.bits[model.origins[gain_class] + symbols].sum()
-        finest = self._choose_step(y - mean.exact, mean, gains, offsets, budget)
+        origin = model.origins[gain_class]
+        budget = 32.0 * (len(words) - 1) - model.bits[origin + symbols].sum()
+        finest = self._choose_step(y, gains, offsets, budget)
         for step in range(finest, finest + FINEST, 2):  # the estimate is seldom short, and by little: one turn, or two
-            mean_words, sent = mean.encode(step)
-            rest = words[: max(0, len(words) - len(mean_words))]
             first = rans.encode(
-                y - sent, self.scales, gains, step + offsets, symbols, gain_class,
-                model.origins, model.reach, model.starts, model.widths, rest,
+                y, self.scales, gains, step + offsets, symbols, gain_class,
+                model.origins, model.reach, model.starts, model.widths, words,
             )  # fmt: skip
             if first >= 0:
-                header[:] = (step, base, gain_class, CODED, len(mean_words), mean.gains)
-                body = np.concatenate([mean_words, rest[first:]]).astype("<u4").view(np.uint8)
+                header[:] = (step, base, gain_class, CODED)
+                body = words[first:].astype("<u4").view(np.uint8)
                 out[HEADER.itemsize : HEADER.itemsize + len(body)] = body
                 return
             if budget < 0:
                 return
 
-    def _gains(self, tokens: np.ndarray) -> np.ndarray:
-        """Of tokens (N, C), in classes: (N,) int64."""
-        with np.errstate(over="ignore"):
-            squares = np.square(tokens) @ self.weights
-        octaves = np.log2(squares.clip(2.0**-MOST_OCTAVES, 2.0**MOST_OCTAVES)) / 2
-        return np.round(octaves * (UNITS / CLASS_UNITS)).astype(np.int64)
-
-    def _choose_step(self, tokens, mean: Mean, gains: np.ndarray, offsets: np.ndarray, budget: float) -> int:
+    def _choose_step(self, y: np.ndarray, gains: np.ndarray, offsets: np.ndarray, budget: float) -> int:
         """The smallest step, in units, that is expected to fit: by the model's entropies first, then by what the
         symbols at hand take."""
-        model = symbol_model()
+        model, excess = symbol_model(), 1.0
         step = self._expected_step(gains - offsets, budget)
         for _ in range(REFINEMENTS):
-            taken = rans.count_bits(tokens, self.scales, gains, step + offsets, model.origins, model.reach, model.bits)
+            taken = rans.count_bits(y, self.scales, gains, step + offsets, model.origins, model.reach, model.bits)
             expected = self._expected_total(gains - offsets, step)
-            left = budget - mean.count_bits(step)
-            if taken <= 0 or expected <= 0 or left <= 0:
+            if taken <= 0 or expected <= 0:
                 break
-            step = self._expected_step(gains - offsets, left * expected / taken)
+            excess = taken / expected
+            step = self._expected_step(gains - offsets, budget / excess)
         return step
 
     def _expected_total(self, levels: np.ndarray, step: int) -> float:
@@ -226,61 +204,10 @@ class EntropySequenceCoder:
         if header["state"] != CODED or len(words) < 2:
             value = np.nan if header["state"] == NOT_FINITE else 0.0
             return np.full((len(offsets), len(self.scales)), value, dtype=np.float32)
-        step, mean_words = int(header["step"]), min(int(header["mean_words"]), len(words) - 2)
-        tokens = rans.decode(
-            words[mean_words:], self.scales, NO_GAINS, step + offsets, int(header["gain_base"]), gain_class,
+        return rans.decode(
+            words, len(offsets), self.scales, int(header["step"]) + offsets, int(header["gain_base"]), gain_class,
             model.origins, model.reach, model.starts, model.widths, model.values,
         )  # fmt: skip
-        return tokens + self.decode_mean(words[:mean_words], header["mean_gains"], step, len(offsets))
-
-    def decode_mean(self, words: np.ndarray, band_gains: np.ndarray, step: int, num_tokens: int) -> np.ndarray:
-        """The mean (C,) of so many tokens out of its own stream; zero where that is empty."""
-        if len(words) < 2:
-            return np.zeros(len(self.scales), dtype=np.float32)
-        model, levels = symbol_model(), self.mean_levels(band_gains)
-        scaled = rans.decode(
-            words, NO_SCALE, levels, np.full(len(levels), step), 0, 0,
-            model.origins, model.reach, model.starts, model.widths, model.values,
-        )  # fmt: skip
-        return scaled[:, 0] / np.sqrt(np.float32(num_tokens))
-
-    def mean_levels(self, band_gains: np.ndarray) -> np.ndarray:
-        """Scales of the components of a scaled mean, (C,) int64 in units."""
-        return self.scales + band_gains.astype(np.int64)[self.bands] * CLASS_UNITS
-
-
-class Mean:
-    """What the tokens of one sequence share; `exact` is their mean (C,), zero for a few tokens.
-
-    Its scaled components are coded like tokens of one component each, whose gains the header tells by band.
-    """
-
-    def __init__(self, coder: EntropySequenceCoder, y: np.ndarray):
-        self.coder, self.num_tokens = coder, len(y)
-        self.exact = y.mean(axis=0) if len(y) >= FEW_TOKENS else np.zeros_like(y[0])
-        self.scaled = self.exact[:, None] * np.sqrt(np.float32(len(y)))
-        deviations, scaled = coder.deviations.astype(np.float64), self.scaled[:, 0].astype(np.float64)
-        squares = np.bincount(coder.bands, np.square(scaled) / deviations, BANDS)
-        squares /= np.maximum(np.bincount(coder.bands, deviations, BANDS), 1e-30)
-        octaves = np.log2(np.maximum(squares, 2.0**-MOST_OCTAVES)) / 2
-        self.gains = np.round(octaves * (UNITS / CLASS_UNITS)).clip(-128, 127).astype(np.int8)
-        self.levels = coder.mean_levels(self.gains)
-
-    def count_bits(self, step: int) -> float:
-        """What it takes at a step, the coder's state included."""
-        model, steps = symbol_model(), np.full(len(self.levels), step)
-        coded = rans.count_bits(self.scaled, NO_SCALE, self.levels, steps, model.origins, model.reach, model.bits)
-        return 64.0 + coded
-
-    def encode(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Its words, none where it is all zero, and what the other end makes of them (C,)."""
-        model, words = symbol_model(), np.zeros(2 + len(self.levels), dtype=np.uint32)
-        first = rans.encode(
-            self.scaled, NO_SCALE, self.levels, np.full(len(self.levels), step), NO_GAINS, 0,
-            model.origins, model.reach, model.starts, model.widths, words,
-        )  # fmt: skip
-        words = words[first:] if self.exact.any() else words[:0]
-        return words, self.coder.decode_mean(words, self.gains, step, self.num_tokens)
 
 
 def in_units(values: np.ndarray) -> np.ndarray:

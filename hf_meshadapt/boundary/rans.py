@@ -1,8 +1,8 @@
 """Range asymmetric numeral systems over quantised tokens: loops over symbols, compiled for the CPU by numba.
 
-A stream of 32-bit words holds in this order: gains, then token by token its components, largest variance first, up to the
-first whose scale is too small to be coded at all. Symbols go in last to first, since what enters such a coder last leaves
-it first. Everything that chooses a table is a whole number.
+A sequence is one stream of 32-bit words. Coded in this order: every token's gain, then token by token its components,
+largest variance first, up to the first whose scale is too small to be coded at all. Symbols go in last to first, since
+what enters such a coder last leaves it first. Everything that chooses a table is a whole number.
 
 Source: Duda, Asymmetric numeral systems (arXiv 1311.2540); 64-bit state with 32-bit words as in Giesen's ryg_rans.
 
@@ -55,11 +55,10 @@ def count_bits(y, scales, gains, steps, origins, reach, bits) -> float:
 
 @_compiled
 def encode(y, scales, gains, steps, gain_symbols, gain_class, origins, reach, starts, widths, words) -> int:
-    """Codes tokens into the end of `words` (uint32).
+    """Codes a sequence into the end of `words` (uint32).
 
     Args:
-        gain_symbols: (N,) int64, gains in classes, less what they are relative to, within the reach of their class; (0,)
-            where the other end knows the gains.
+        gain_symbols: (N,) int64, gains in classes, less the sequence's own; within the reach of their class.
         gain_class: index of the table that they are coded with.
 
     Returns:
@@ -85,7 +84,7 @@ def encode(y, scales, gains, steps, gain_symbols, gain_class, origins, reach, st
                 words[position] = state & WORD_MASK
                 state >>= 32
             state = (state // width << PRECISION) + state % width + starts[entry]
-    for n in range(len(gain_symbols) - 1, -1, -1):
+    for n in range(tokens - 1, -1, -1):
         entry = origins[gain_class] + gain_symbols[n]
         width = widths[entry]
         if state >= (LOW >> PRECISION << 32) * width:
@@ -113,25 +112,23 @@ def find_symbol(slot: int, first: int, last: int, starts) -> int:
 
 
 @_compiled
-def decode(words, scales, gains, steps, gain_base, gain_class, origins, reach, starts, widths, values):
+def decode(words, tokens, scales, offsets, gain_base, gain_class, origins, reach, starts, widths, values):
     """Undoes `encode`.
 
     Args:
-        words: uint32, from the first in use; at least two.
-        gains: (N,) int64 where they are known, (0,) where they are in the stream.
+        words: uint32, from the first in use.
+        offsets: (N,) int64, every token's step in units.
         gain_base: what gain symbols are relative to, in classes.
 
     Returns:
         (N, C) float32 components, zero where nothing was coded. Garbage in gives garbage out, in bounds.
     """
-    tokens, components = len(steps), len(scales)
+    components = len(scales)
     out = np.zeros((tokens, components), dtype=np.float32)
-    coded_gains = len(gains) == 0
-    if coded_gains:
-        gains = np.zeros(tokens, dtype=np.int64)
+    gains = np.zeros(tokens, dtype=np.int64)
     position, end = 2, len(words)
     state = np.int64(words[1] & (LOW - 1)) << 32 | np.int64(words[0])
-    for n in range(tokens if coded_gains else 0):
+    for n in range(tokens):
         first = origins[gain_class] - reach[gain_class]
         slot = state & MASK
         entry = find_symbol(slot, first, origins[gain_class] + reach[gain_class], starts)
@@ -141,9 +138,9 @@ def decode(words, scales, gains, steps, gain_base, gain_class, origins, reach, s
             position += 1
         gains[n] = (gain_base + entry - origins[gain_class]) * CLASS_UNITS
     for n in range(tokens):
-        size = 2.0 ** (steps[n] / UNITS)
+        step = 2.0 ** (offsets[n] / UNITS)
         for c in range(components):
-            k = class_of(scales[c] + gains[n] - steps[n])
+            k = class_of(scales[c] + gains[n] - offsets[n])
             if k < 0:
                 break
             slot = state & MASK
@@ -152,5 +149,5 @@ def decode(words, scales, gains, steps, gain_base, gain_class, origins, reach, s
             if state < LOW and position < end:
                 state = state << 32 | np.int64(words[position])
                 position += 1
-            out[n, c] = values[entry] * size
+            out[n, c] = values[entry] * step
     return out

@@ -4,7 +4,7 @@
 
 With c = 1 the felt error would be least if expectations were right; 0.7 is safer (the gradients' logarithms scatter by
 three to four nepers, and a regression on the tokens explains less than half of it). Both ends know the tokens and come to
-the same whole numbers: predictions are sums of three table entries, rounded before they are added.
+the same whole numbers: predictions are sums of two table entries, rounded before they are added.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class TokenSensitivity:
         if fit.felt is not None and table is not None:
             features, felt = table.cpu().double().numpy(), fit.felt.cpu().double().numpy()
             size = features.shape[1]
-            # (kind, place, vocabulary): this token, the one before, the one after.
-            parts = [[features @ weights[i * size : (i + 1) * size] for i in range(3)] for weights in felt]
+            # (kind, place, vocabulary): this token and the one before. Not the next: the step's size would tell the label.
+            parts = [[features @ weights[i * size : (i + 1) * size] for i in range(2)] for weights in felt]
             self.parts = np.round(np.array(parts) * ONE).clip(-(1 << 15), (1 << 15) - 1).astype(np.int16)
             self.constant = np.round(felt[:, -1] * ONE).astype(np.int64)
             powers = np.arange(MOST + 1, dtype=np.float64).clip(LEAST) / ONE
@@ -58,7 +58,6 @@ class TokenSensitivity:
             return np.where(is_target, self.by_kind[1], self.by_kind[0])
         total = self.constant[is_target] + self.parts[is_target, 0, token_ids]  # int64
         total[1:] += self.parts[is_target[1:], 1, token_ids[:-1]]
-        total[:-1] += self.parts[is_target[:-1], 2, token_ids[1:]]
         return self.offsets_of[total.clip(LEAST, MOST)]
 
 

@@ -14,8 +14,9 @@ def refuse_unsplittable(model: nn.Module, layout: ModelLayout, num_chunks: int) 
     """Works on meta tensors.
 
     Raises:
-        NotImplementedError: the model cannot be cut into several chunks; says why and what to do.
+        NotImplementedError: the model cannot be cut into so many chunks; says why and what to do.
     """
+    refuse_auxiliary_loss(model)
     if num_chunks < 2:
         return
     reasons = [*config_reasons(model.config.get_text_config()), *shared_weights(model, layout)]
@@ -43,13 +44,18 @@ def config_reasons(config) -> list[str]:
             f"altup_num_inputs={copies}: {copies} hidden states pass from layer to layer, a boundary carries one. Use "
             "pipeline_stages=1"
         )
-    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 1.0):
-        reasons.append(
-            "output_router_logits=True adds an auxiliary loss over the routers of all layers, but every stage sees only "
-            "its own. Set model.config.output_router_logits = False (the auxiliary loss is then left out) or use "
-            "pipeline_stages=1"
-        )
     return reasons
+
+
+def refuse_auxiliary_loss(model: nn.Module) -> None:
+    """Refuses a loss over the routers of all layers: a stage sees only its own, and microbatches do not add up to it."""
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 1.0):
+        raise NotImplementedError(
+            f"{type(model).__name__} with config.output_router_logits=True: its auxiliary loss over the routers of all "
+            "layers is not the sum of what stages and microbatches give. Set it to False; the auxiliary loss is then left "
+            "out"
+        )
 
 
 def shared_weights(model: nn.Module, layout: ModelLayout) -> list[str]:

@@ -6,6 +6,7 @@ Both runners give the same numbers: same microbatches, same boundary modules, sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -53,10 +54,21 @@ class Runner(ABC):
         return self._train(batch, rows, keys, num_items, sync)
 
     @torch.no_grad()
-    def eval_batch(self, batch: Batch, rows: int) -> torch.Tensor:
-        """Summed token loss of this process's replicas, unmasked; 0 where the last chunk is elsewhere."""
+    def eval_batch(self, batch: Batch, rows: int, on_output: Callable[[object], None] | None = None) -> torch.Tensor:
+        """Summed token loss of this process's replicas, unmasked; 0 where the last chunk is elsewhere.
+
+        Args:
+            on_output: is shown the model's output of every microbatch, in order of rows, where the last chunk is.
+        """
         self._set_mode(training=False)
-        return self._eval(batch, rows)
+        last = self.parts.stages.get(self.parts.num_chunks - 1)
+        if last is None or on_output is None:
+            return self._eval(batch, rows)
+        last.on_output = on_output
+        try:
+            return self._eval(batch, rows)
+        finally:
+            last.on_output = None
 
     def observe_batch(self, batch: Batch, rows: int, observers: dict[int, Observer], gradients: bool) -> None:
         """One uncoded pass in evaluation mode whose hidden states, and gradients if wanted, the observers look at.

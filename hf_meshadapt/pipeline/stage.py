@@ -9,6 +9,7 @@ length of its forward.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -17,6 +18,9 @@ from torch import nn
 from ..boundary.module import BoundaryReceive, BoundarySend
 from ..boundary.observer import Observer
 from .layout import ForeignLayer, ModelLayout
+
+# Takes model output, labels (B, T) and what to divide the summed loss by; returns a scalar.
+LossFunction = Callable[..., torch.Tensor]
 
 
 class EntryLayer(ForeignLayer):
@@ -66,6 +70,8 @@ class StageModule(nn.Module):
         self.receive, self.send = receive, send
         self.autocast = autocast
         self.observer: Observer | None = None  # looks at what is received in the uncoded passes of a calibration
+        self.loss_function: LossFunction | None = None  # the last chunk's, in place of the model's own loss
+        self.on_output: Callable[[object], None] | None = None  # is shown the last chunk's output of every microbatch
         self._layers = (model.get_submodule(layout.layers),)
         self.dtype = next(model.parameters()).dtype
         self._set_view(returns_tuple=False)
@@ -130,12 +136,10 @@ class StageModule(nn.Module):
                     incoming = self.observer(incoming, token_ids, kind)
                 inputs = self._enter(incoming)
             if self.is_last:
-                inputs |= {"labels": labels, "num_items_in_batch": num_items.squeeze()}
+                return self._loss(labels, num_items, inputs | model_inputs)
             # The boundaries stay outside: their sums and codes keep the precision that they ask for.
             with self.autocast():
-                output = self.model(**inputs, **model_inputs, use_cache=False)
-            if self.is_last:
-                return output.loss
+                self.model(**inputs, **model_inputs, use_cache=False)
             return self.send(self._exit.outgoing, key, token_ids, kind)
 
     def _enter(self, incoming: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -143,6 +147,16 @@ class StageModule(nn.Module):
         self._entry.incoming = incoming
         shape = (*incoming.shape[:-1], self.layout.embedding_size)
         return {"inputs_embeds": incoming.new_zeros(shape)}
+
+    def _loss(self, labels: torch.Tensor, num_items: torch.Tensor, inputs: dict) -> torch.Tensor:
+        divisor = num_items.squeeze()
+        # A loss function of its own gets the output of a model that saw no labels, as Trainer's gets it.
+        ours = {} if self.loss_function else {"labels": labels, "num_items_in_batch": divisor}
+        with self.autocast():
+            output = self.model(**inputs, **ours, use_cache=False)
+        if self.on_output is not None:
+            self.on_output(output)
+        return self.loss_function(output, labels, divisor) if self.loss_function else output.loss
 
     @contextlib.contextmanager
     def _view(self) -> Iterator[None]:
@@ -197,6 +211,32 @@ class StageModule(nn.Module):
         Raises:
             RuntimeError: a hidden state reached the chunk or its exit in another shape than (1, 4, hidden).
         """
+
+        def run(inputs: dict) -> torch.Tensor:
+            output = self.model(**inputs, use_cache=False)
+            return output.logits if self.is_last else self._exit.outgoing
+
+        return self._probe(run)
+
+    def loss_fault(self) -> str | None:
+        """Why the last chunk's loss cannot be summed over microbatches, found by running four tokens; None if it can.
+
+        Microbatches, replicas and accumulation steps add up to the loss of the whole batch only if each is the sum of
+        its tokens' losses divided by `num_items_in_batch`, and nothing else: then twice the items give half the loss.
+        """
+        try:
+            labels = torch.zeros(1, 4, dtype=torch.long, device=next(self.model.parameters()).device)
+            items = torch.ones_like(labels[0, :1])
+            once = float(self._probe(lambda inputs: self._loss(labels, items, inputs).detach()))
+            twice = float(self._probe(lambda inputs: self._loss(labels, 2 * items, inputs).detach()))
+        except Exception as error:  # whatever the model's or a person's own code raises
+            return f"it raises {type(error).__name__}: {error}"
+        if math.isfinite(once) and abs(once - 2 * twice) > 1e-3 * abs(once):
+            return f"with num_items_in_batch=1 it is {once:.6g}, with 2 it is {twice:.6g} and not half of that"
+        return None
+
+    def _probe(self, run: Callable[[dict], torch.Tensor]) -> torch.Tensor:
+        """Calls `run` with the inputs of four tokens, in evaluation mode, and checks the shape at the entry."""
         device = next(self.model.parameters()).device
         shape = (1, 4, self.layout.hidden_size)
         arrived = []
@@ -214,8 +254,7 @@ class StageModule(nn.Module):
                     inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.long, device=device)}
                 else:
                     inputs = self._enter(torch.ones(shape, dtype=self.dtype, device=device))
-                output = self.model(**inputs, use_cache=False)
-                leaving = output.logits if self.is_last else self._exit.outgoing
+                leaving = run(inputs)
         finally:
             hook.remove()
             self.model.train(training)

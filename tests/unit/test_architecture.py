@@ -57,9 +57,11 @@ LAYERS = [
         "shard_transfer",
         "pipeline",
     },
+    {"agreements"},
     {"calibration", "adaptive", "probing"},
     {"engine"},
-    {"mesh_checkpoint", "argument_checks", "arguments", "progress"},
+    {"mesh_checkpoint", "argument_checks", "arguments", "progress", "batches"},
+    {"evaluation_loop", "trainer_checks"},
     {"trainer"},
 ]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_meshadapt.boundary import rans
-from hf_meshadapt.boundary.entropy_coder import HEADER, NO_GAINS, EntropySequenceCoder
+from hf_meshadapt.boundary.entropy_coder import HEADER, EntropySequenceCoder
 from hf_meshadapt.boundary.fitting import BoundaryFit
 from hf_meshadapt.boundary.sensitivity import TokenSensitivity
 from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN, SequenceCoder
@@ -92,10 +92,7 @@ def test_what_goes_in_comes_out_and_takes_what_was_counted(seed, tokens, compone
     y, scales, gains, steps, symbols = streams(seed, tokens, components, step)
     words = np.zeros(1000, dtype=np.uint32)
     first = rans.encode(y, scales, gains, steps, symbols, GAIN_CLASS, *TABLES, words)
-    out = rans.decode(words[first:], scales, NO_GAINS, steps, 2, GAIN_CLASS, *TABLES, MODEL.values)
-    told = np.zeros(1000, dtype=np.uint32)
-    first_told = rans.encode(y, scales, gains, steps, NO_GAINS, 0, *TABLES, told)
-    assert (rans.decode(told[first_told:], scales, gains, steps, 0, 0, *TABLES, MODEL.values) == out).all()
+    out = rans.decode(words[first:], tokens, scales, steps, 2, GAIN_CLASS, *TABLES, MODEL.values)
     for n in range(tokens):
         for c in range(components):
             k = (int(scales[c] + gains[n] - steps[n]) + CLASS_UNITS // 2) // CLASS_UNITS - SMALLEST
@@ -209,17 +206,6 @@ def test_larger_tokens_get_more_bits_and_err_alike():
     coder, base = make(400 * 32), torch.zeros(1, 400, HIDDEN)
     error = (coder.decode(coder.encode(tokens, base, kind), base, kind) - tokens).square().sum(2)
     assert float(error[:, ::2].mean() / error[:, 1::2].mean()) == pytest.approx(1, abs=0.4)
-
-
-def test_a_shift_that_all_tokens_share_travels_though_it_is_far_below_a_step():
-    """In directions of small variance, where a token's own step lets nothing through."""
-    fitted, length = tables(2.0), 400
-    tokens = gaussian(random_covariance(HIDDEN, 2.0), length)[None]
-    shift = 2 * fitted.synthesis[:, -20:].sum(1) * fitted.variances[-20:].mean().sqrt()
-    kind, base, coder = torch.full((1, length), TOKEN), torch.zeros(1, length, HIDDEN), make(length * 8, fitted=fitted)
-    error = tokens + shift - coder.decode(coder.encode(tokens + shift, base, kind), base, kind)
-    assert float(error.square().sum(2).mean().sqrt()) > 4 * float(shift.norm())
-    assert float(error.mean(1).norm()) < 0.3 * float(shift.norm())
 
 
 def test_nearly_all_bytes_are_used():

@@ -12,7 +12,7 @@ from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
 from hf_meshadapt.boundary.statistics import BoundaryMoments
 
 VOCAB, HIDDEN, SIZE = 40, 8, 6
-NUM_FEATURES = 3 * SIZE + 1
+NUM_FEATURES = 2 * SIZE + 1
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,7 @@ def test_tables_of_boundaries():
     mean = BoundaryConfig(codec="random_mask", mask_ratio=0.5, predictor="mean")
     assert table_bytes(mean, 16, 100, 8, ends=2) == 2 * 4 * 16
     coded = BoundaryConfig(codec="transform", predictor="token", budget=0.05)
-    assert table_bytes(coded, 16, 100, 8, ends=2) == 2 * (4 * 25 * 16 + 4 * 4 * 16 * 16 + 12 * 100) + 2 * 100 * 8
+    assert table_bytes(coded, 16, 100, 8, ends=2) == 2 * (4 * 17 * 16 + 4 * 4 * 16 * 16 + 8 * 100) + 2 * 100 * 8
 
 
 # Fake tensors --------------------------------------------------------------------------------------------------------

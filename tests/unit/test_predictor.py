@@ -54,7 +54,7 @@ def test_projected_embedding_of_scaled_rows_is_the_same():
     assert torch.equal(project_embedding(weight, SIZE), project_embedding(scaled, SIZE))
 
 
-def test_features_are_this_token_its_neighbours_and_a_constant():
+def test_features_are_this_token_the_previous_one_and_a_constant():
     table = torch.randn(VOCAB, SIZE).bfloat16()
     ids = torch.randint(VOCAB, (3, 4))
     features = token_features(table, ids)
@@ -62,9 +62,15 @@ def test_features_are_this_token_its_neighbours_and_a_constant():
     for row in range(3):
         for position in range(4):
             before = table[ids[row, position - 1]].float() if position else torch.zeros(SIZE)
-            after = table[ids[row, position + 1]].float() if position < 3 else torch.zeros(SIZE)
-            expected = torch.cat([table[ids[row, position]].float(), before, after, torch.ones(1)])
+            expected = torch.cat([table[ids[row, position]].float(), before, torch.ones(1)])
             assert torch.equal(features[row, position], expected)
+
+
+def test_no_token_is_predicted_from_those_that_follow():
+    """They are the labels."""
+    table, ids = torch.randn(VOCAB, SIZE).bfloat16(), torch.randint(VOCAB, (2, 9))
+    other = torch.cat([ids[:, :5], (ids[:, 5:] + 1) % VOCAB], dim=1)
+    assert torch.equal(token_features(table, ids)[:, :5], token_features(table, other)[:, :5])
 
 
 # Fits ----------------------------------------------------------------------------------------------------------------

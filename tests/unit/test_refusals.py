@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaModel, T5Config, T5ForConditionalGeneration, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
 
 from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
 from tests.equality import Rows, collate_fixed, tiny_model
@@ -33,17 +45,98 @@ def test_a_split_that_does_not_add_up(build):
         build(args={"pipeline_split": "2,3"})
 
 
-@pytest.mark.parametrize("name", ["compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"])
-def test_functions_of_logits(build, name):
-    with pytest.raises(NotImplementedError, match=f"{name}: logits stay on the last stage.*Leave it out"):
-        build(**{name: lambda *_: None})
+def test_metrics_of_whole_logits_over_replicas(build):
+    args = {"data_parallel_replicas": 2}
+    with pytest.raises(NotImplementedError, match="compute_metrics without preprocess_logits.*2 replicas.*argmax"):
+        build(args=args, compute_metrics=lambda prediction: {})
+    build(
+        args=args, compute_metrics=lambda prediction: {}, preprocess_logits_for_metrics=lambda logits, labels: logits
+    )
+    build(compute_metrics=lambda prediction: {})
 
 
-def test_functions_of_logits_given_by_position(tmp_path):
+def test_a_loss_function_that_takes_a_mean_given_by_position(tmp_path):
     args = MeshAdaptArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.mean()
+
     # model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_loss_func
-    with pytest.raises(NotImplementedError, match="compute_loss_func"):
-        MeshAdaptTrainer(tiny_model("llama"), args, collate_fixed, Rows(4), None, None, None, lambda *_: None)
+    with pytest.raises(NotImplementedError, match="compute_loss_func cannot be summed.*num_items_in_batch"):
+        MeshAdaptTrainer(tiny_model("llama"), args, collate_fixed, Rows(4), None, None, None, loss)
+
+
+def test_a_loss_function_that_fails(build):
+    with pytest.raises(NotImplementedError, match="compute_loss_func.*it raises TypeError"):
+        build(compute_loss_func=lambda outputs, labels: outputs.logits.sum())
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "prediction_step"])
+def test_methods_that_a_mesh_does_not_call(build, monkeypatch, name):
+    monkeypatch.setattr(MeshAdaptTrainer, name, lambda self, *args, **kwargs: None)
+    with pytest.raises(NotImplementedError, match=f"MeshAdaptTrainer.{name}: a mesh would not call it.*Pass"):
+        build()
+
+
+def masked_bert():
+    config = BertConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    return BertForMaskedLM(config)
+
+
+def mixture():
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(
+        vocab_size=97, intermediate_size=64, num_local_experts=2, output_router_logits=True, **shape
+    )
+    return MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_losses_that_are_not_sums_over_tokens(build, stages):
+    args = {"pipeline_stages": stages}
+    with pytest.raises(NotImplementedError, match="BertForMaskedLM.*loss is not the sum.*num_items_in_batch"):
+        build(model=masked_bert(), args=args)
+    model = mixture()
+    with pytest.raises(NotImplementedError, match="config.output_router_logits=True.*Set it to False"):
+        build(model=model, args=args)
+
+
+@pytest.mark.parametrize("name,remedy", [("peft_config", "merge_and_unload"), ("hf_quantizer", "model in bfloat16")])
+def test_models_that_could_be_trained_and_not_saved(build, name, remedy):
+    model = tiny_model("llama")
+    setattr(model, name, SimpleNamespace(is_trainable=True))
+    with pytest.raises(NotImplementedError, match=f"LlamaForCausalLM with {name}.*{remedy}"):
+        build(model=model)
+
+
+def test_training_again_from_model_init(tmp_path):
+    args = MeshAdaptArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1, save_strategy="no"
+    )
+    trainer = MeshAdaptTrainer(
+        args=args, model_init=lambda: tiny_model("llama"), train_dataset=Rows(8), data_collator=collate_fixed
+    )
+    trainer.train()
+    with pytest.raises(NotImplementedError, match="again with model_init.*Make another trainer"):
+        trainer.train()
+
+
+ENTRIES = [
+    ({"names": ["a"] * 4}, ValueError, "batch entry names .list.*4 sequences.*remove_unused_columns=True"),
+    ({"max_length": 16}, ValueError, "batch entry max_length .int.*4 sequences"),
+    ({"cu_seq_lens_q": torch.arange(6)}, ValueError, r"batch entry cu_seq_lens_q .shape \(6,\).*4 sequences"),
+    ({"shift_labels": torch.zeros(4, 16)}, NotImplementedError, "shift_labels.*Let the collator give labels"),
+]
+
+
+@pytest.mark.parametrize("entry,error,message", ENTRIES, ids=lambda value: str(value)[:20])
+def test_batches_that_cannot_be_cut(build, entry, error, message):
+    rows = {"per_device_train_batch_size": 4}
+    trainer = build(args=rows, data_collator=lambda rows: {**collate_fixed(rows), **entry})
+    with pytest.raises(error, match=message):
+        trainer.train()
 
 
 def test_plain_training_arguments(tmp_path):
@@ -122,11 +215,6 @@ def test_no_training_set(build):
 def test_empty_evaluation_set(build):
     with pytest.raises(ValueError, match="evaluation dataset is empty.*at least one row"):
         build(eval_dataset=Empty()).evaluate()
-
-
-def test_prediction(build):
-    with pytest.raises(NotImplementedError, match="predict.*AutoModelForCausalLM"):
-        build().predict(Rows(4))
 
 
 def test_resuming_without_a_checkpoint(build):

@@ -28,7 +28,7 @@ def table() -> torch.Tensor:
 
 
 def test_offsets_are_those_of_the_regression_up_to_rounding():
-    features_of, felt = table(), 0.15 * torch.randn(2, 3 * SIZE + 1)
+    features_of, felt = table(), 0.15 * torch.randn(2, 2 * SIZE + 1)
     felt[:, -1] += 1
     sensitivity = TokenSensitivity(BoundaryFit(torch.zeros(1, HIDDEN), None, None, 0.0, felt=felt), features_of)
     ids, kind = torch.randint(VOCAB, (40,)), torch.tensor([FIRST] + [TOKEN, TARGET] * 15 + [PADDING] * 9)

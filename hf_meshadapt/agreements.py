@@ -1,0 +1,128 @@
+"""Small exchanges between ranks outside the pipeline's own traffic; every wait names whom it waited for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+
+from .config import MeshConfig
+from .figures import StepMeter
+from .mesh import MeshGroups, MeshTopology
+from .metering import exchange_json
+from .waiting import Waiter
+
+# An error lists the ranks it may be about, up to so many.
+MAX_NAMED_PEERS = 8
+
+
+class Agreements:
+    """What the ranks of a mesh tell each other; base of `MeshEngine`. All of it works in the emulated mesh too.
+
+    Attributes:
+        groups: process groups, None in the emulated mesh.
+    """
+
+    mesh: MeshConfig
+    topology: MeshTopology
+    step_meter: StepMeter
+    waiter: Waiter
+    groups: MeshGroups | None = None
+
+    def share(self, mine: dict) -> dict:
+        """Merges {chunk: JSON-able value} over the stages of the pipeline."""
+        if self.groups is None:
+            return mine
+        with self.naming("small facts from", self._pipeline):
+            everyone = exchange_json(sorted(mine.items()), self.groups.control)
+        return {chunk: names for claims in everyone for chunk, names in claims}
+
+    def sum_over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a small CPU tensor over the replicas of this stage."""
+        if self.groups is not None:
+            with self._waiting("the other replicas' sums from", self._replicas):
+                dist.all_reduce(tensor, group=self.groups.replica_control)
+        return tensor
+
+    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gives every stage of the pipeline the last stage's small CPU tensor."""
+        if self.groups is not None and self.mesh.num_chunks > 1:
+            with self._waiting("the last stage's result from", self._pipeline):
+                dist.broadcast(tensor, group=self.groups.control, group_src=self.mesh.stages - 1)
+        return tensor
+
+    @property
+    def holds_output(self) -> bool:
+        """Whether the model's output appears in this process."""
+        return self.mesh.emulated or self.topology.is_last
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether this is the process that computes metrics: the last stage of replica 0."""
+        return self.holds_output and self.topology.replica == 0
+
+    def gather_to_first(self, mine: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Every replica's tensors, in replica order, at the first replica; nothing at the others. CPU tensors.
+
+        Collective over the replicas of one stage.
+        """
+        if self.groups is None or self.mesh.replicas == 1:
+            return [mine]
+        group = self.groups.replica_control
+        # Copies: safetensors refuses entries that share memory, as labels and the batch that they are part of do.
+        mine = {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in mine.items()
+        }
+        payload = torch.frombuffer(bytearray(save(mine)), dtype=torch.uint8)
+        with self.naming("rows of the evaluation from", self._replicas):
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.mesh.replicas)]
+            dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
+            if self.topology.replica:
+                dist.send(payload, group=group, group_dst=0)
+                return []
+            gathered = [mine]
+            for replica in range(1, self.mesh.replicas):
+                arrived = torch.empty(int(lengths[replica]), dtype=torch.uint8)
+                dist.recv(arrived, group=group, group_src=replica)
+                gathered.append(load(arrived.numpy().tobytes()))
+        return gathered
+
+    def from_judge(self, value):
+        """Gives all ranks the JSON-able value of the process that computes metrics; others' values are ignored."""
+        if self.groups is None:
+            return value
+        with self.naming("the metrics from", list(range(self.mesh.num_ranks))):
+            if self.topology.is_last:
+                value = exchange_json(value if self.is_judge else None, self.groups.replica_control)[0]
+            return exchange_json(value if self.topology.is_last else None, self.groups.control)[-1]
+
+    @contextlib.contextmanager
+    def _waiting(self, awaited: str, ranks: list[int]) -> Iterator[None]:
+        with self.naming(awaited, ranks), self.step_meter.waiting():
+            yield
+
+    def naming(self, awaited: str, ranks: list[int] | None = None) -> contextlib.AbstractContextManager:
+        """Makes a lost link within the context a `LinkError` that names this rank, the step, `awaited` and peers.
+
+        Args:
+            awaited: what is awaited, up to a preposition: the peers follow.
+            ranks: members of the group in which the wait happens; by default all.
+        """
+        others = [rank for rank in ranks or range(self.mesh.num_ranks) if rank != self.topology.rank]
+        few = 0 < len(others) <= MAX_NAMED_PEERS
+        peers = " or ".join(map(self.topology.describe, others)) if few else "one of all ranks"
+        return self.waiter.naming(self.topology.describe(), f"{awaited} {peers}")
+
+    @property
+    def _pipeline(self) -> list[int]:
+        return self.topology.pipeline_ranks(self.topology.replica)
+
+    @property
+    def _replicas(self) -> list[int]:
+        return self.topology.data_parallel_ranks(self.topology.stage)
+
+    def _describe_stage(self, stage: int) -> str:
+        return self.topology.describe(self.topology.rank_of(self.topology.replica, stage % self.mesh.stages))

@@ -1,0 +1,145 @@
+"""What Trainer's data loaders give, made fit for a mesh: sharded by replica, labelled, repeats known as such."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import has_length
+
+from .agreements import Agreements
+from .pipeline.microbatch import mask_rows
+from .sampling import REAL_ROWS, CountingCollator, ReplicaStream
+
+
+def shard_by_replica(loader: DataLoader, accelerator: Accelerator, ranks: Agreements) -> DataLoader:
+    """In place of `Accelerator.prepare_data_loader`: the ranks of a pipeline read the same rows."""
+    replicas = 1 if ranks.mesh.emulated else ranks.mesh.replicas
+    streams = isinstance(loader.dataset, IterableDataset)
+    if loader.num_workers:
+        # Worker processes draw by this generator and their rank: let both be the same on all stages.
+        loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+        if isinstance(loader.worker_init_fn, functools.partial):
+            loader.worker_init_fn = functools.partial(loader.worker_init_fn, rank=ranks.topology.replica)
+    if streams and replicas > 1:
+        loader = _stream_loader(loader, replicas, ranks.topology.replica)
+    loader = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1 if streams else replicas,
+        process_index=0 if streams else ranks.topology.replica,
+        put_on_device=accelerator.device_placement,
+        # Seeds are equal on all ranks; synchronising generators would be a collective on WORLD.
+        rng_types=[],
+        dispatch_batches=False,
+        even_batches=True,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+    )
+    if isinstance(loader.batch_sampler, BatchSamplerShard):
+        # Where accelerate looks for it to set the epoch of a loader that skips batches (a resume).
+        loader.batch_sampler.sampler = loader.batch_sampler.batch_sampler.sampler
+    return loader
+
+
+def _stream_loader(loader: DataLoader, replicas: int, replica: int) -> DataLoader:
+    kept = ("num_workers", "pin_memory", "multiprocessing_context", "prefetch_factor", "worker_init_fn", "in_order")
+    kept = (*kept, "generator")
+    return DataLoader(
+        ReplicaStream(loader.dataset, loader.batch_size, replicas, replica),
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        collate_fn=CountingCollator(loader.collate_fn),
+        persistent_workers=loader.persistent_workers,
+        **{name: getattr(loader, name) for name in kept},
+    )
+
+
+@contextlib.contextmanager
+def drawn_alike(ranks: Agreements, *numbers: int) -> Iterator[None]:
+    """Within it, data sets and collators draw torch's random numbers (masked language modelling) from these numbers.
+
+    The stages of a pipeline fetch the same batch each for itself, and dropout has left their generators in different
+    states. One stage keeps the process's generator, as Trainer does.
+    """
+    if ranks.mesh.num_chunks == 1:
+        yield
+        return
+    seed = 0
+    for number in (*numbers, ranks.topology.replica):
+        seed = (seed * 1_000_003 + number) % 2**63
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def each_drawn_alike(loader: Iterable[dict], ranks: Agreements, seed: int) -> Iterator[dict]:
+    """The loader's batches, each fetched under `drawn_alike`."""
+    iterator = iter(loader)
+    for index in itertools.count():
+        with drawn_alike(ranks, seed, index):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def source_of(loader: DataLoader):
+    """The data set that a loader reads, its stream over replicas unwrapped."""
+    return loader.dataset.source if isinstance(loader.dataset, ReplicaStream) else loader.dataset
+
+
+def checked(batch) -> dict:
+    """The batch as a dict, its repeats without labels.
+
+    Raises:
+        ValueError: it has no labels, or an entry that is no tensor with a row per sequence.
+        NotImplementedError: it has labels that are shifted already.
+    """
+    batch = dict(batch)
+    if "labels" not in batch:
+        raise ValueError(
+            f"the batch has no labels (only {', '.join(batch)}): use a data collator that makes them, such as "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        )
+    if "shift_labels" in batch:
+        raise NotImplementedError(
+            "shift_labels in the batch: repeated rows would keep them. Let the collator give labels, which the model shifts"
+        )
+    rows = len(batch["labels"])
+    for name, value in batch.items():
+        if name != REAL_ROWS and not (isinstance(value, torch.Tensor) and value.dim() and len(value) == rows):
+            what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"batch entry {name} ({what}): only tensors with one row for each of the {rows} sequences can be cut into "
+                "microbatches. Leave it out in the data collator, or set remove_unused_columns=True"
+            )
+    return mask_rows(batch, num_real(batch)) if REAL_ROWS in batch else batch
+
+
+def num_real(batch: dict) -> int:
+    """Rows of the batch that are rows of the data set."""
+    return batch.get(REAL_ROWS, len(batch["labels"]))
+
+
+def tensors_of(batch: dict) -> dict[str, torch.Tensor]:
+    """The batch as the model takes it."""
+    return {name: value for name, value in batch.items() if name != REAL_ROWS}
+
+
+def without_repeats(batch: dict, loader: DataLoader, ranks: Agreements) -> dict:
+    """A loader's last batch, with labels only on rows that the sampler did not repeat to fill up every replica's."""
+    if ranks.mesh.emulated or REAL_ROWS in batch or loader._drop_last or not has_length(loader.dataset):
+        return batch
+    remainder, rows = len(loader.dataset) % loader.total_batch_size, len(batch["labels"])
+    if not remainder:
+        return batch
+    real = min(rows, max(0, remainder - ranks.topology.replica * rows))
+    return {**mask_rows(batch, real), REAL_ROWS: real}

@@ -1,0 +1,88 @@
+"""What `MeshAdaptTrainer` refuses at construction, beside its arguments' own checks, and the loss that it computes.
+
+What would be ignored or wrong over stages is refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .arguments import MeshAdaptArguments
+from .pipeline.stage import LossFunction
+
+# Methods that a mesh never calls, and what to use instead.
+BYPASSED_METHODS = {
+    "compute_loss": "Pass compute_loss_func",
+    "prediction_step": "Pass preprocess_logits_for_metrics and compute_metrics",
+}
+# Attributes of models whose weights a mesh cannot save as their library does, and what to do.
+UNSAVABLE = {
+    "peft_config": "adapters would not be saved as peft reads them. Merge them (merge_and_unload) and train the weights",
+    "hf_quantizer": "quantized weights cannot be saved by stages. Load the model in bfloat16 instead",
+}
+# The last stage would give its own part of these only.
+PARTIAL_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def refuse_unsupported(trainer_class: type, trainer_arguments: dict, args: MeshAdaptArguments) -> None:
+    """Raises NotImplementedError for what needs no model to be known."""
+    for name, remedy in BYPASSED_METHODS.items():
+        if getattr(trainer_class, name) is not getattr(Trainer, name):
+            raise NotImplementedError(
+                f"{trainer_class.__name__}.{name}: a mesh would not call it: the model runs in stages. {remedy}"
+            )
+    replicas = args.data_parallel_replicas
+    given = {name for name, value in trainer_arguments.items() if value is not None}
+    if replicas > 1 and "compute_metrics" in given and "preprocess_logits_for_metrics" not in given:
+        raise NotImplementedError(
+            f"compute_metrics without preprocess_logits_for_metrics: the logits of {replicas} replicas, one number per "
+            "token and vocabulary entry, would travel to one of them. Reduce them first, for example "
+            "preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)"
+        )
+
+
+def refuse_model(trainer) -> None:
+    """Raises NotImplementedError for what only the model shows."""
+    for name, reason in UNSAVABLE.items():
+        if getattr(trainer.model, name, None) is not None:
+            raise NotImplementedError(f"{type(trainer.model).__name__} with {name}: {reason}")
+    for name in PARTIAL_OUTPUTS:
+        if getattr(trainer.model.config, name, False):
+            raise NotImplementedError(
+                f"config.{name}=True: a stage has those of its own layers only. Set it to False on the model's config"
+            )
+
+
+def refuse_optimizer(trainer) -> None:
+    """Raises NotImplementedError for an optimizer that was made for the whole model and lacks what a cut added; on all
+    ranks."""
+    if trainer.optimizer is None:
+        return
+    engine = trainer.engine
+    held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    lacks = not all(id(copy) in held for copy in engine.parts.tied_copies())
+    if any(engine.share({engine.topology.stage: lacks}).values()):
+        raise NotImplementedError(
+            "optimizers: the embedding and the output head were one matrix and are two over stages, of which this "
+            "optimizer lacks one. Pass optimizer_cls_and_kwargs, or set optim"
+        )
+
+
+def loss_function(trainer) -> LossFunction | None:
+    """What computes the loss in the model's place: `compute_loss_func`, label smoothing, or nothing."""
+    custom, smoother, upcasts = trainer.compute_loss_func, trainer.label_smoother, trainer.args.bf16
+    if custom is None and smoother is None:
+        return None
+    name = getattr(trainer.model, "get_base_model", lambda: trainer.model)()._get_name()
+    shifts = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def loss(output, labels: torch.Tensor, num_items: torch.Tensor) -> torch.Tensor:
+        if upcasts:  # as accelerate does with what a model returns
+            output.logits = output.logits.float()
+        if custom is not None:
+            return custom(output, labels, num_items_in_batch=num_items)
+        return smoother(output, labels, shift_labels=shifts, num_items_in_batch=num_items)
+
+    return loss
