@@ -76,10 +76,10 @@ class ArgumentChecks:
 
     def _resolve_calibration(self) -> None:
         needed = self.boundary_config().needs_calibration
-        for name, example in (("calibration_tokens", DEFAULT_CALIBRATION_TOKENS), ("calibration_every", 100)):
+        for name, least in (("calibration_tokens", 1), ("calibration_every", 0)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise user_error(name, value, "must be at least 1", f"Use 1 or more, {example} if in doubt")
+            if value is not None and value < least:
+                raise user_error(name, value, f"must be at least {least}", f"Use {least} or more, or leave it unset")
             if value is not None and not needed:
                 raise user_error(
                     name, value, "has no effect: this boundary needs no calibration",

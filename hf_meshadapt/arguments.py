@@ -106,7 +106,10 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
     )
     forward_share: float | None = field(
         default=None,
-        metadata={"help": "Share of the budget that activations get, gradients the rest. Default: 0.75."},
+        metadata={
+            "help": "Share of the budget that activations get, gradients the rest. Default: 0.8 with transform, "
+            "else 0.75."
+        },
     )
     loss_weighted: bool | None = field(
         default=None,
@@ -152,7 +155,8 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
         default=None,
         metadata={
             "help": "Optimizer steps after which the boundaries are calibrated anew, on the same tokens: the model drifts "
-            "away from the one that they were fitted to. Default: only before the first step."
+            "away from the one that they were fitted to. 0: only before the first step. Default: as often as calibrations "
+            "cost a quarter of the coded boundary bytes, 4 x calibration_tokens / (boundary_budget x tokens of a step)."
         },
     )
     mask_ratio: float | None = field(

@@ -8,6 +8,7 @@ eigenvector, only on the bytes that they exchange. Collective over the mesh, bef
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Of every so many batches one only checks the predictor.
 HELD_OUT_EVERY = 4
+# Repeated calibrations take at most this share of the coded boundaries' bytes, unless asked for more.
+MAX_CALIBRATION_SHARE = 0.25
 # A stage's token features take at most this share of its weights' bytes.
 MAX_FEATURE_SHARE = 0.05
 MIN_FEATURE_SIZE = 16
@@ -50,10 +53,24 @@ def calibrate(engine: MeshEngine, batches: list[Batch], rows: int, accumulation:
     ranks = 1 if engine.groups is None else engine.mesh.stages
     tokens = sum(batch["labels"].numel() for batch in batches) / ranks
     tokens, sent_bytes = engine.sum_over_ranks([tokens, float(sum(sent.values()))])
+    length = round(sum(batch["labels"].shape[1] for batch in batches) / len(batches))
+    ratio = engine.plan(rows, length, accumulation).ratio_to_dense("pipeline")
+    engine.calibration_interval = calibration_interval(tokens, tokens / len(batches) * accumulation, ratio)
     cost = {"passes": 1, "tokens": tokens, "seconds": time.monotonic() - started, "bytes": sent_bytes}
     shares = ", ".join(f"chunk {chunk}: {share:.2f}" for chunk, share in explained.items()) or "none here"
     logger.info("Boundaries calibrated: %s; token predictor explains %s", cost, shares)
     return cost
+
+
+def calibration_interval(cost_tokens: float, step_tokens: float, coded_ratio: float) -> int:
+    """Optimizer steps between calibrations that cost `MAX_CALIBRATION_SHARE` of the coded bytes in between.
+
+    Args:
+        cost_tokens: that a calibration looks at, uncoded.
+        step_tokens: of an optimizer step.
+        coded_ratio: bytes of coded over those of uncoded boundaries.
+    """
+    return max(1, math.ceil(cost_tokens / (MAX_CALIBRATION_SHARE * coded_ratio * step_tokens)))
 
 
 def fit_boundaries(engine: MeshEngine, batches: list[Batch], rows: int, accumulation: int) -> dict[int, float]:
@@ -169,6 +186,8 @@ def boundary_state(engine: MeshEngine) -> dict[str, Tensor]:
     state = {} if engine.features is None else {"features": engine.features}
     if engine.boundary.budgets is not None:
         state["budgets"] = torch.tensor(engine.boundary.budgets, dtype=torch.float64)
+    if engine.calibration_interval is not None:
+        state["interval"] = torch.tensor(engine.calibration_interval)
     for chunk, stage in engine.parts.stages.items():
         for after, end in ((chunk, stage.receive), (chunk + 1, stage.send)):
             if end is not None and end.coder is not None:
@@ -181,6 +200,8 @@ def load_boundary_state(engine: MeshEngine, state: dict[str, Tensor]) -> None:
     engine.features = state["features"].to(engine.device) if "features" in state else None
     if "budgets" in state:
         engine.set_budgets(tuple(state["budgets"].tolist()))
+    if "interval" in state:
+        engine.calibration_interval = int(state["interval"])
     for chunk in range(1, engine.mesh.num_chunks):
         prefix = f"{chunk}/"
         set_fit(engine, chunk, {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})

@@ -55,6 +55,7 @@ class MeshEngine(Agreements):
         self.runner: Runner | None = None
         self.calibrated = False
         self.calibration_cost: dict[str, float] | None = None
+        self.calibration_interval: int | None = None  # optimizer steps, where nobody chose another
         self.features: torch.Tensor | None = None  # token features, shared by all boundaries
         self.busy_seconds: float | None = None  # of the busiest rank in a pass; None measures, a test gives its own
         self._cut: tuple | None = None

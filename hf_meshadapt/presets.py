@@ -14,7 +14,7 @@ CODEC_FIELDS: dict[str, dict] = {
         "boundary_budget": 0.05,
         "boundary_target_step_seconds": None,
         "link_bits_per_second": None,
-        "forward_share": 0.75,
+        "forward_share": 0.8,
         "loss_weighted": True,
         "entropy_coded": True,
         "exact_first_token": True,

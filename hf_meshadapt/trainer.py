@@ -185,6 +185,8 @@ class MeshAdaptMixin:
 
     def _calibration_is_due(self) -> bool:
         every, step = self.args.calibration_every, self.state.global_step
+        if every is None:
+            every = self.engine.calibration_interval
         # A resumed run arrives at a step as the uninterrupted one does: the checkpoint was written before.
         return bool(every and step and step % every == 0)
 

@@ -123,7 +123,7 @@ def test_refreshed_budgets_follow_the_model_alike_on_all_ranks_and_through_a_res
     assert_same_run(resumed, whole)
     (emulated,) = fork(train, 1, folder=tmp_path / "emulated", **options)
     assert_same_as_emulated(whole, emulated)
-    (stale,) = fork(train, 1, folder=tmp_path / "stale", **options | dict(calibration_every=None))
+    (stale,) = fork(train, 1, folder=tmp_path / "stale", **options | dict(calibration_every=0))
     assert whole[0]["budgets"] == resumed[0]["budgets"] == emulated["budgets"] != stale["budgets"]
 
 

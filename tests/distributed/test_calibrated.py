@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from hf_meshadapt.calibration import held_out
+from hf_meshadapt.calibration import calibration_interval, held_out
 from tests import traffic
 from tests.equality import collate, mesh_trainer, tiny_model
 from tests.runs import ROWS, assert_same_run, fork, train
@@ -170,9 +170,28 @@ def test_refreshed_fits_follow_the_model_alike_on_both_ends_and_through_a_resume
     assert [run["calibrations"] for run in (*whole, *resumed)] == [4, 4, 2, 2]
     (emulated,) = fork(train, 1, folder=tmp_path / "emulated", **options)
     assert_same_as_emulated(whole, emulated)
-    (stale,) = fork(train, 1, folder=tmp_path / "stale", **options | dict(calibration_every=None))
+    (stale,) = fork(train, 1, folder=tmp_path / "stale", **options | dict(calibration_every=0))
     name = "1/weights"
     assert not torch.equal(stale["fits"][name], emulated["fits"][name])
+
+
+def test_by_default_calibrations_cost_a_quarter_of_the_coded_bytes(tmp_path):
+    """And a resumed run keeps the interval: it knows of no calibration that could tell."""
+    tokens = 16  # one batch
+    options = dict(
+        kind="llama", pipeline_stages=2, **CALIBRATED | dict(calibration_tokens=tokens, boundary_budget=0.9)
+    )
+    whole = fork(train, 2, folder=tmp_path / "run", save_at=(2,), **options)
+    resumed = fork(train, 2, folder=tmp_path / "run", resume=True, **options)
+    assert_same_run(resumed, whole)
+    # Accumulation of two: half a step's tokens, uncoded, against a quarter of nearly all of them.
+    every = calibration_interval(1.0, 2.0, 0.9)
+    assert every == 3 and [run["calibrations"] for run in (*whole, *resumed)] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("tokens,step,ratio,every", [(16384, 700, 0.05, 1873), (16384, 32768, 0.05, 40), (1, 9, 1, 1)])
+def test_interval_between_calibrations(tokens, step, ratio, every):
+    assert calibration_interval(tokens, step, ratio) == every
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3, 4, 5, 9])

@@ -49,6 +49,7 @@ REFUSED = [
     ({**DENSE, "boundary_predictor": "mean"}, "boundary_predictor='mean'", "Use it with random_mask or transform"),
     ({**DENSE, "mask_seed": 1}, "mask_seed=1", "Use it with random_mask"),
     ({"calibration_tokens": 0}, "calibration_tokens=0", "Use 1"),
+    ({"calibration_every": -1}, "calibration_every=-1", "Use 0"),
     ({**DENSE, "calibration_tokens": 600}, "calibration_tokens=600", "leave it unset"),
     ({**SECOND, "pipeline_stages": 2}, "boundary_target_step_seconds=1.0", "Set link_bits_per_second too"),
     ({"pipeline_stages": 2, "link_bits_per_second": 1e8}, "link_bits_per_second=100000000.0", "Set that too"),
