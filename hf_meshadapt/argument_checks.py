@@ -117,9 +117,10 @@ class ArgumentChecks:
         self._resolve_replicas()
         self._resolve_microbatches()
         self.layers_per_chunk()
-        if self.boundary_codec == "aq_sgd" and self.data_parallel_replicas > 1:
+        if self.data_parallel_replicas > 1 and (self.boundary_codec == "aq_sgd" or self.boundary_error_feedback):
+            what = "boundary_codec='aq_sgd'" if self.boundary_codec == "aq_sgd" else "boundary_error_feedback=True"
             raise NotImplementedError(
-                "boundary_codec='aq_sgd': a sample may come to another replica, which has not seen it. Use one replica"
+                f"{what}: a sample may come to another replica, which has not seen it. Use one replica"
             )
 
     def _resolve_replicas(self) -> None:

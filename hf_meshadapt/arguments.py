@@ -144,6 +144,15 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             "const": True,
         },
     )
+    boundary_error_feedback: bool | None = field(
+        default=None,
+        metadata={
+            "help": "topk: send the largest entries of what changed since a sample was last sent, so that what is left out "
+            "is not lost. Both ends keep every sample's hidden states in memory. Default: off.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
     calibration_tokens: int | None = field(
         default=None,
         metadata={
@@ -275,6 +284,7 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
             forward_share=0.75 if self.forward_share is None else self.forward_share,
             loss_weighted=self.loss_weighted is not False,
             entropy_coded=self.entropy_coded is not False,
+            error_feedback=bool(self.boundary_error_feedback),
             bits=4 if self.boundary_bits is None else self.boundary_bits,
             rotated=self.boundary_rotated is True,
         )

@@ -87,6 +87,7 @@ class BoundaryConfig:
         entropy_coded: transform: one quantiser step and a range coder rather than whole bits per component.
         bits: quantize, aq_sgd: bits of an entry; gradients of aq_sgd get twice as many.
         rotated: quantize: rotate before quantising.
+        error_feedback: topk: code what changed since a sample was last sent, so that what is left out is not lost.
     """
 
     codec: str = "none"
@@ -104,6 +105,12 @@ class BoundaryConfig:
     entropy_coded: bool = True
     bits: int = 4
     rotated: bool = True
+    error_feedback: bool = False
+
+    @property
+    def remembers_samples(self) -> bool:
+        """Both ends keep what was last sent of every sample."""
+        return self.codec == "aq_sgd" or self.error_feedback
 
     @property
     def coded(self) -> bool:

@@ -35,6 +35,7 @@ CODEC_FIELDS: dict[str, dict] = {
             "forward_share": 0.75,
             "exact_first_token": False,
             "boundary_predictor": "none",
+            "boundary_error_feedback": False,
         },
     ),
     "quantize": {
@@ -60,6 +61,7 @@ OFF = {
     "entropy_coded": None,
     "boundary_bits": None,
     "boundary_rotated": None,
+    "boundary_error_feedback": None,
 }
 BOUNDARY_FIELDS = tuple(OFF)
 

@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 
 class DeltaCoder(BoundaryCoder):
-    """`BoundaryCoder` whose forward direction is coded relative to what was sent for the same sample the last time."""
+    """`BoundaryCoder` whose forward direction is coded relative to what was sent for the same sample the last time.
+
+    With a codec that drops most of a difference (`error_feedback` with topk) this is error feedback as in EF21
+    (Richtarik et al., arXiv 2106.05203, algorithm 2: g <- g + C(gradient - g), here of a sample's activation): what was
+    left out is still in the next difference. It begins with the prediction rather than with a whole visit.
+    """
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -51,7 +56,7 @@ class DeltaCoder(BoundaryCoder):
             self.messages[name] = hidden[row, kind[row] != PADDING].detach().to(torch.bfloat16)
 
     def encode(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
-        """hidden (B, T, H) to uint8 (B, bytes); KeyError for a sequence that was never seen."""
+        """hidden (B, T, H) to uint8 (B, bytes); without error feedback KeyError for a sequence that was never seen."""
         base = self._base(token_ids, kind)
         packed = self.forward.encode(hidden.float(), base, kind)
         self.remember(self.forward.decode(packed, base, kind), token_ids, kind)
@@ -65,8 +70,11 @@ class DeltaCoder(BoundaryCoder):
 
     def _base(self, token_ids: Tensor, kind: Tensor) -> Tensor:
         base = torch.zeros(*token_ids.shape, self.hidden_size, device=token_ids.device)
+        if self.config.error_feedback:
+            base = self.predict(token_ids).clone()
         for row, name in enumerate(sample_names(token_ids, kind)):
-            base[row, kind[row] != PADDING] = self.messages[name].float()
+            if name in self.messages or not self.config.error_feedback:
+                base[row, kind[row] != PADDING] = self.messages[name].float()
         return base
 
 

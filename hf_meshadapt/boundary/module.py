@@ -52,7 +52,7 @@ class _BoundaryEnd(nn.Module):
 
     def set_fit(self, fit: BoundaryFit, table: Tensor | None) -> None:
         """Takes what calibration found out; both ends must get the same."""
-        kind = DeltaCoder if self.config.codec == "aq_sgd" else BoundaryCoder
+        kind = DeltaCoder if self.config.remembers_samples else BoundaryCoder
         self.coder = kind(self.config, self.hidden_size, fit, table)
 
     @property

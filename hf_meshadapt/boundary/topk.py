@@ -3,11 +3,10 @@
     x̂_i = bfloat16(x_i) for the k largest |x_i|, else 0        k = floor(8 bytes / (16 + ceil(log2 H)))
     |x - x̂|² = sum of the H - k smallest squares, + at most 2**-16 of the kept energy
 
-Biased, without error feedback: a residual belongs to its sample, so that keeping it would take a cache of all samples
-(as AQ-SGD does). Deterministic.
+Biased. A residual belongs to its sample, so that error feedback takes a cache of all samples (`aq_sgd.DeltaCoder`).
+Deterministic.
 
-Source: Aji & Heafield, Sparse communication for distributed gradient descent (2017), who keep residuals; applied here
-to activations, which have none to keep.
+Source: Aji & Heafield, Sparse communication for distributed gradient descent (2017).
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ CASES = [
     ("quantize", 2, 2, "gpipe", {"boundary_bits": 3, "exact_first_token": True, "boundary_predictor": "token"}),
     ("quantize", 4, 1, "1f1b", {"boundary_bits": 2, "boundary_rotated": False}),
     ("topk", 2, 1, "1f1b", {"boundary_budget": 0.3}),
+    ("topk", 2, 1, "gpipe", {"boundary_budget": 0.2, "boundary_error_feedback": True, "num_rows": 24}),
+    ("topk", 2, 1, "interleaved", {"boundary_error_feedback": True, "num_rows": 24, "pipeline_chunks_per_rank": 2}),
     ("topk_free_indices", 2, 1, "gpipe", {"boundary_budget": 0.2}),
     ("subspace", 2, 2, "gpipe", {"boundary_budget": 0.3, "calibration_tokens": 600}),
     ("bottleneck", 2, 1, "interleaved", {"boundary_budget": 0.3, "pipeline_chunks_per_rank": 2}),

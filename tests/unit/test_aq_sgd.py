@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_meshadapt.boundary.aq_sgd import DeltaCoder, mark_first_visit, sample_names
+from hf_meshadapt.boundary.fitting import BoundaryFit
 from hf_meshadapt.boundary.module import BoundaryReceive, BoundarySend, wire_tensors
 from hf_meshadapt.boundary.quantize import QuantizeCodec
 from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
@@ -129,3 +130,33 @@ def test_a_sample_that_was_never_seen_cannot_be_coded():
     ends = Ends()
     with pytest.raises(KeyError):
         ends.send(torch.randn(2, 4, HIDDEN), 0, IDS, KIND)
+
+
+# Error feedback ------------------------------------------------------------------------------------------------------
+
+
+def test_error_feedback_sends_what_was_left_out_the_next_time():
+    """EF21 for a constant: every visit sends the next largest entries, until nothing is left."""
+    config = BoundaryConfig(codec="topk", budget=0.3, error_feedback=True, wire_dtype="bfloat16")
+    send, receive = BoundarySend(config, 0, HIDDEN), BoundaryReceive(config, 0, HIDDEN)
+    hidden = torch.randn(2, 4, HIDDEN)
+    real, errors = KIND != PADDING, []
+    for _ in range(12):
+        packed = send(hidden, 0, IDS, KIND)
+        received = receive(packed, 0, IDS, KIND, IDS.shape[1], torch.float32)
+        errors.append(float((received - hidden)[real].norm() / hidden[real].norm()))
+    assert errors[0] > 0.3 and errors[-1] < 0.01
+    assert all(after <= before + 1e-3 for before, after in zip(errors, errors[1:]))  # kept in bfloat16
+
+
+def test_a_sample_that_was_never_seen_starts_from_the_prediction():
+    config = BoundaryConfig(
+        codec="topk", budget=0.3, error_feedback=True, predictor="mean", exact_first_token=False, wire_dtype="bfloat16"
+    )
+    fit = BoundaryFit(torch.full((1, HIDDEN), 7.0), None, None, 0.0)
+    send, receive = BoundarySend(config, 0, HIDDEN), BoundaryReceive(config, 0, HIDDEN)
+    for end in (send, receive):
+        end.set_fit(fit, None)
+    hidden = torch.full((2, 4, HIDDEN), 7.0)
+    received = receive(send(hidden, 0, IDS, KIND), 0, IDS, KIND, IDS.shape[1], torch.float32)
+    assert torch.equal(received[KIND != PADDING], hidden[KIND != PADDING])
