@@ -17,6 +17,7 @@ rate-distortion function, Goyal, Theoretical foundations of transform coding (20
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,32 +98,33 @@ class EntropySequenceCoder:
         gains = (gains * (UNITS / CLASS_UNITS)).round().nan_to_num().long().cpu().numpy()
         components = components.cpu().numpy()
         packed = np.zeros((len(hidden), self.sequence_bytes(hidden.shape[1])), dtype=np.uint8)
-        start = 0
+        start, tasks = 0, []
         for row, layout in enumerate(layouts):
             stop = start + len(layout.coded)
             whole = hidden[row, layout.exact].to(torch.bfloat16).view(torch.uint8).flatten().cpu().numpy()
             packed[row, : len(whole)] = whole
             if layout.stream_bytes > HEADER.itemsize and stop > start:
                 stream = packed[row, len(whole) : len(whole) + layout.stream_bytes]
-                self._encode_tokens(components[start:stop], gains[start:stop], layout.offsets, stream)
+                tasks.append((components[start:stop], gains[start:stop], layout.offsets, stream))
             start = stop
+        in_parallel(self._encode_tokens, tasks)
         return torch.from_numpy(packed).to(hidden.device)
 
     @torch.no_grad()
     def decode(self, packed: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """What `encode` was given, as far as it was coded: (B, T, H) float32; base where nothing travelled."""
         hidden, host = base.clone(), packed.cpu().numpy()
-        pieces, places = [], []
+        tasks, places = [], []
         for row, layout in enumerate(self._layouts(kind, token_ids)):
             start = len(layout.exact) * self.hidden_size * 2
             whole = read_bfloat16(packed[row : row + 1], 0, len(layout.exact) * self.hidden_size)
             hidden[row, layout.exact] = whole.view(len(layout.exact), self.hidden_size)
             if layout.stream_bytes > HEADER.itemsize and len(layout.coded):
-                stream = host[row, start : start + layout.stream_bytes]
-                pieces.append(self._decode_tokens(stream, layout.offsets))
+                tasks.append((host[row, start : start + layout.stream_bytes], layout.offsets))
                 places.append(row * hidden.shape[1] + layout.coded)
-        if pieces:
-            residual = torch.from_numpy(np.concatenate(pieces)).to(hidden.device) @ self.tables.synthesis.T
+        if tasks:
+            components = np.concatenate(in_parallel(self._decode_tokens, tasks))
+            residual = torch.from_numpy(components).to(hidden.device) @ self.tables.synthesis.T
             hidden.view(-1, self.hidden_size).index_add_(0, torch.cat(places).to(hidden.device), residual)
         return hidden
 
@@ -208,6 +210,16 @@ class EntropySequenceCoder:
             words, len(offsets), self.scales, int(header["step"]) + offsets, int(header["gain_base"]), gain_class,
             model.origins, model.reach, model.starts, model.widths, model.values,
         )  # fmt: skip
+
+
+def in_parallel(function: Callable, tasks: list[tuple]) -> list:
+    """Calls `function` with every tuple of arguments, on as many threads as torch uses: what numba compiled lets go of
+    Python's lock. The threads live no longer than the call, so that a process can be forked after it."""
+    workers = min(len(tasks), torch.get_num_threads())
+    if workers < 2:
+        return [function(*task) for task in tasks]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda task: function(*task), tasks))
 
 
 def in_units(values: np.ndarray) -> np.ndarray:

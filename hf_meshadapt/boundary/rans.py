@@ -22,7 +22,12 @@ WORD_MASK = (1 << 32) - 1
 MASK = (1 << PRECISION) - 1
 HALF_CLASS = CLASS_UNITS // 2
 
-_compiled = numba.njit(cache=True, nogil=True)
+
+def _compiled(function):
+    try:
+        return numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # nowhere to keep what was compiled: every process compiles anew, for some seconds
+        return numba.njit(nogil=True)(function)
 
 
 @_compiled

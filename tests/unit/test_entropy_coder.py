@@ -233,3 +233,17 @@ def test_any_bytes_decode_to_something(data):
     packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)[None].clone()
     kind, base = torch.full((1, 9), TOKEN), torch.zeros(1, 9, HIDDEN)
     assert make(len(data)).decode(packed, base, kind).shape == base.shape
+
+
+def test_threads_change_nothing():
+    kind, base, hidden = torch.full((4, 60), TOKEN), torch.zeros(4, 60, HIDDEN), torch.randn(4, 60, HIDDEN)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            packed = make(60 * 12).encode(hidden, base, kind)
+            results.append((packed, make(60 * 12).decode(packed, base, kind)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1])
