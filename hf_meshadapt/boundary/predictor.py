@@ -6,8 +6,8 @@ Ridge regression, fitted on unmasked passes. Both ends of a boundary know the to
 bytes. With W holding only a constant this is the channel mean.
 
 Never the next token, although both ends know that too and it predicts well: it is the label. What did not travel is
-filled with the prediction, and the later stages learn to read the label from there (seen: a training loss below that of
-dense training and a useless model).
+filled with the prediction, and the later stages learn to read the label from there (seen: a lower training loss and a
+worse model).
 """
 
 from __future__ import annotations
