@@ -52,6 +52,8 @@ CONFIGURATIONS: dict[str, dict] = {
 STUDY: dict[str, list[tuple[str, int, float, int]]] = {
     "headline": [
         *(("transform_5_every_10", stages, 1e-4, seed) for seed in (0, 1, 2) for stages in (4, 8)),
+        *(("transform_5_whole_bits", 4, 1e-4, seed) for seed in (0, 1, 2)),
+        ("transform_5_whole_bits", 8, 1e-4, 0),
         ("transform_5", 4, 1e-4, 0),
         *((name, 4, 1e-4, 0) for name in ("mask95_mean", "rotated_1bit", "quantize_4bit", "topk_5", "subspace_5")),
         ("transform_5", 8, 1e-4, 0),

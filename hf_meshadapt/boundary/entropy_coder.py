@@ -1,8 +1,8 @@
 """Codes sequences with the transform and an entropy coder: one quantiser step for all, in a fixed number of bytes.
 
     y = analysis @ r                   as in `transform.py`
-    q = quantise(y / step)             the same step for all components and tokens of a kind: an error is felt alike
-                                       wherever it is, so bits go where y is large, in fractions of a bit
+    q = quantise(y / step)             the same step for all components of a token: an error is felt alike wherever it
+                                       is, so bits go where y is large, in fractions of a bit
     stream                             range coder over q, with the probabilities of a Gaussian of the component's
                                        variance times the token's gain (a quarter octave, in the stream too)
 

@@ -2,8 +2,8 @@
 
     offset(t) = -(c / 2) log2 of the token's expected squared gradient, relative to all tokens     (in octaves of the step)
 
-With c = 1 the felt error would be least if expectations were right; 0.7 is safer (the gradients' logarithms scatter by
-three to four nepers, and a regression on the tokens explains less than half of it). Both ends know the tokens and come to
+With c = 1 the felt error would be least if expectations were right; 0.7 is safer, since a regression on
+the tokens explains only a part of how much gradients differ. Both ends know the tokens and come to
 the same whole numbers: predictions are sums of two table entries, rounded before they are added.
 """
 
