@@ -4,6 +4,9 @@ Paired runs: every configuration starts from the same weights and reads the same
 differ in the order of the data. Evaluation is uncoded. Rows already in the results file are kept, so that the study
 can be run in pieces: `python -m benchmarks.boundary_quality --stage headline --minutes 60`.
 
+Corpora: `gsm8k`, answers to problems; `gsm8k_twice`, 80 of the problems in two epochs, for codecs that remember samples;
+`kjv`, sequences of 64 tokens from the Bible (Debian's `bible-kjv`, whose program `bible` prints it).
+
 Gap closed is (loss before - loss) / (loss before - dense loss), against the dense runs of the same seeds.
 """
 
@@ -23,6 +26,7 @@ from .common import RESULTS, write_result
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
 STEPS, PROBLEMS, HELD_OUT, MAX_LENGTH = 40, 4, 48, 320
+KJV_LENGTH, KJV_TRAIN, KJV_HELD_OUT = 64, 2000, 128  # tokens, sequences
 NAME = "boundary_quality"
 
 # Named configurations: trainer arguments beside the common ones.
@@ -43,42 +47,85 @@ CONFIGURATIONS: dict[str, dict] = {
     },
     "quantize_2bit": {"boundary_codec": "quantize", "boundary_bits": 2, "exact_first_token": True},
     "quantize_4bit": {"boundary_codec": "quantize", "boundary_bits": 4, "exact_first_token": True},
+    "quantize_3bit": {"boundary_codec": "quantize", "boundary_bits": 3, "exact_first_token": True},
+    "quantize_8bit": {"boundary_codec": "quantize", "boundary_bits": 8, "exact_first_token": True},
+    "aq_sgd": {"boundary_codec": "aq_sgd", "exact_first_token": True},
+    "topk_5_feedback": {"boundary_codec": "topk", "exact_first_token": True, "boundary_error_feedback": True},
+    "mask90_mean": {"preset": "paper", "mask_ratio": 0.9, "exact_first_token": True, "boundary_predictor": "mean"},
+    "topk_10": {
+        "boundary_codec": "topk", "exact_first_token": True, "boundary_predictor": "token", "boundary_budget": 0.1,
+    },
+    "subspace_10": {"boundary_codec": "subspace", "boundary_budget": 0.1},
     "topk_5": {"boundary_codec": "topk", "exact_first_token": True, "boundary_predictor": "token"},
     "subspace_5": {"boundary_codec": "subspace"},
     "bottleneck_5": {"boundary_codec": "bottleneck", "exact_first_token": True, "boundary_predictor": "token"},
     "tah_quant": {"boundary_codec": "tah_quant"},
 }  # fmt: skip
-# (configuration, stages, learning rate, seed) by part of the study, in the order of their worth.
-STUDY: dict[str, list[tuple[str, int, float, int]]] = {
+BASELINES = (
+    "mask95_zero", "mask95_mean", "transform_5_plain", "rotated_1bit", "quantize_2bit", "quantize_3bit", "quantize_4bit",
+    "quantize_8bit", "topk_5", "bottleneck_5", "tah_quant", "subspace_5",
+)  # fmt: skip
+# Codecs that remember samples, and what they are compared with on the same data.
+REMEMBERING = ("dense", "aq_sgd", "topk_5_feedback", "topk_5", "transform_5_every_10")
+# (configuration, stages, learning rate, seed, corpus) by part of the study, in the order of their worth.
+STUDY: dict[str, list[tuple[str, int, float, int, str]]] = {
     "headline": [
-        *(("transform_5_every_10", stages, 1e-4, seed) for seed in (0, 1, 2) for stages in (4, 8)),
-        *(("transform_5_whole_bits", 4, 1e-4, seed) for seed in (0, 1, 2)),
-        ("transform_5_whole_bits", 8, 1e-4, 0),
-        ("transform_5", 4, 1e-4, 0),
-        *((name, 4, 1e-4, 0) for name in ("mask95_mean", "rotated_1bit", "quantize_4bit", "topk_5", "subspace_5")),
-        ("transform_5", 8, 1e-4, 0),
-        *((name, 4, 1e-4, seed) for seed in (0, 1, 2) for name in ("dense", "mask95_zero", "transform_5")),
+        *((name, 4, 1e-4, seed, "gsm8k") for seed in (0, 1, 2) for name in ("dense", "transform_5_every_10")),
+        *(("transform_5_every_10", 8, 1e-4, seed, "gsm8k") for seed in (0, 1, 2)),
+        *(("transform_5_whole_bits", 4, 1e-4, seed, "gsm8k") for seed in (0, 1, 2)),
+        ("transform_5_whole_bits", 8, 1e-4, 0, "gsm8k"),
     ],
-    "baselines": [
-        (name, 4, 1e-4, seed)
-        for seed in (0, 1, 2)
-        for name in CONFIGURATIONS
+    "baselines": [(name, 4, 1e-4, seed, "gsm8k") for seed in (0, 1, 2) for name in BASELINES],
+    "ten_percent": [
+        (name, 4, 1e-4, 0, "gsm8k") for name in ("transform_10_every_10", "subspace_10", "topk_10", "mask90_mean")
     ],
     "learning_rate": [
-        (name, 4, rate, 0) for rate in (2e-4, 5e-5) for name in ("dense", "transform_5_every_10", "mask95_mean")
+        (name, 4, rate, 0, "gsm8k")
+        for name in ("dense", "mask95_mean", "transform_5", "rotated_1bit", "topk_5", "subspace_5")
+        for rate in (2e-4, 5e-5)
+    ],
+    "deep": [
+        (name, 8, 1e-4, seed, "gsm8k") for seed in (0, 1, 2) for name in ("transform_5", "rotated_1bit", "quantize_4bit")
+    ],
+    "remembering": [(name, 4, 1e-4, seed, "gsm8k_twice") for seed in (0, 1, 2) for name in REMEMBERING],
+    "second_corpus": [
+        (name, 4, 1e-4, seed, "kjv")
+        for seed in (0, 1, 2)
+        for name in ("dense", "transform_5_every_10", "mask95_mean", "rotated_1bit", "quantize_4bit", "subspace_5")
     ],
 }  # fmt: skip
 
 
-def load_data():
-    sys.path.insert(0, str(ROOT / "examples"))
-    from finetune_gsm8k import ScriptArguments, load_splits, tokenize
+def load_data(corpus: str):
+    """Tokenizer, training set and held-out set of a corpus."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    if corpus == "kjv":
+        return tokenizer, *load_kjv(tokenizer)
+    sys.path.insert(0, str(ROOT / "examples"))
+    from finetune_gsm8k import ScriptArguments, load_splits, tokenize
+
     script = ScriptArguments(model_name_or_path=str(MODEL), max_length=MAX_LENGTH)
     train, held_out = load_splits(script)
-    return tokenizer, tokenize(train, 1000, tokenizer, script), tokenize(held_out, HELD_OUT, tokenizer, script)
+    num_problems = STEPS // 2 * PROBLEMS if corpus == "gsm8k_twice" else 1000
+    return tokenizer, tokenize(train, num_problems, tokenizer, script), tokenize(held_out, HELD_OUT, tokenizer, script)
+
+
+def load_kjv(tokenizer):
+    """Sequences of the Old Testament to train on, of the New held out."""
+    import subprocess
+
+    from datasets import Dataset
+
+    def sequences(verses: str, count: int) -> Dataset:
+        lines = subprocess.run(["bible", "-f", verses], capture_output=True, text=True, check=True).stdout.splitlines()
+        ids = tokenizer(" ".join(line.split(" ", 1)[1] for line in lines))["input_ids"]
+        step = max(1, len(ids) // KJV_LENGTH // count) * KJV_LENGTH
+        rows = [ids[start : start + KJV_LENGTH] for start in range(0, step * count, step)]
+        return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows])
+
+    return sequences("gen1:1-mal4:6", KJV_TRAIN), sequences("mat1:1-rev22:21", KJV_HELD_OUT)
 
 
 def run(
@@ -86,6 +133,7 @@ def run(
     stages: int,
     learning_rate: float,
     seed: int,
+    corpus: str,
     data,
     before: float | None = None,
     steps: int = STEPS,
@@ -121,7 +169,7 @@ def run(
     return {
         "configuration": name, "codec": boundary.codec, "predictor": boundary.predictor,
         "budget": boundary.budget or 1.0 - boundary.mask_ratio, "forward_share": boundary.forward_share,
-        "stages": stages, "corpus": "gsm8k", "learning_rate": learning_rate, "seed": seed,
+        "stages": stages, "corpus": corpus, "learning_rate": learning_rate, "seed": seed,
         "steps": steps, "loss_before": before, "loss": after,
         "train_loss": [log["loss"] for log in trainer.state.log_history if "loss" in log],
         "planned_bytes_per_token": report["planned_bytes_per_token"],
@@ -135,24 +183,24 @@ def run(
 
 def summarise(runs: list[dict]) -> list[dict]:
     """Means over seeds, one row per configuration; gaps are against the dense run of the same seed."""
-    dense = {(run["seed"], run["learning_rate"]): run["loss"] for run in runs if run["configuration"] == "dense"}
+    dense = {paired(run): run["loss"] for run in runs if run["configuration"] == "dense"}
     groups: dict[tuple, list[dict]] = {}
     for run in runs:
-        groups.setdefault((run["configuration"], run["stages"], run["learning_rate"]), []).append(run)
+        groups.setdefault((run["configuration"], run["stages"], run["learning_rate"], run["corpus"]), []).append(run)
     rows = []
-    for (name, stages, learning_rate), members in groups.items():
+    for (name, stages, learning_rate, corpus), members in groups.items():
         losses = [run["loss"] for run in members]
         gaps = [
-            (run["loss_before"] - run["loss"]) / (run["loss_before"] - dense[run["seed"], learning_rate])
+            (run["loss_before"] - run["loss"]) / (run["loss_before"] - dense[paired(run)])
             for run in members
-            if (run["seed"], learning_rate) in dense
+            if paired(run) in dense
         ]
         first = members[0]
         rows.append(
             {
                 "configuration": name, "codec": first["codec"], "predictor": first["predictor"],
                 "budget": first["budget"], "forward_share": first["forward_share"], "anchor_every": None,
-                "stages": stages, "corpus": first["corpus"], "learning_rate": learning_rate,
+                "stages": stages, "corpus": corpus, "learning_rate": learning_rate,
                 "seeds": [run["seed"] for run in members], "loss_mean": mean(losses), "loss_std": spread(losses),
                 "gap_closed_mean": mean(gaps) if gaps else None,
                 "gap_closed_se": spread(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None,
@@ -162,6 +210,11 @@ def summarise(runs: list[dict]) -> list[dict]:
     return rows
 
 
+def paired(run: dict) -> tuple:
+    """What a run has in common with the dense run that it is judged by."""
+    return run["seed"], run["learning_rate"], run["corpus"]
+
+
 def spread(values: list[float]) -> float | None:
     """Standard deviation of a sample; None of a single value."""
     return stdev(values) if len(values) > 1 else None
@@ -169,7 +222,7 @@ def spread(values: list[float]) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stage", choices=list(STUDY), default="headline")
+    parser.add_argument("--stage", nargs="+", choices=list(STUDY), default=["headline"])
     parser.add_argument("--pipeline_stages", type=int, help="only the runs of so many stages")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no further run after so long")
     options = parser.parse_args()
@@ -177,15 +230,19 @@ def main() -> None:
     path = RESULTS / f"{NAME}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     runs = [run for row in rows for run in row["runs"]]
-    keys = ("configuration", "stages", "learning_rate", "seed", "steps")
-    done = {tuple(run[key] for key in keys) for run in runs}
-    data, deadline = load_data(), time.monotonic() + 60 * options.minutes
-    for name, stages, learning_rate, seed in STUDY[options.stage]:
+    keys = ("configuration", "stages", "learning_rate", "seed", "corpus")
+    done = {tuple(run[key] for key in keys) for run in runs if run["steps"] == STEPS}
+    before = {run["corpus"]: run["loss_before"] for run in runs}
+    data, deadline = {}, time.monotonic() + 60 * options.minutes
+    for row in (row for stage in options.stage for row in STUDY[stage]):
+        name, stages, learning_rate, seed, corpus = row
         wanted = options.pipeline_stages in (None, stages)
-        if not wanted or (name, stages, learning_rate, seed, STEPS) in done or time.monotonic() > deadline:
+        if not wanted or row in done or time.monotonic() > deadline:
             continue
-        before = runs[0]["loss_before"] if runs else None
-        runs.append(run(name, stages, learning_rate, seed, data, before))
+        if corpus not in data:
+            data[corpus] = load_data(corpus)
+        runs.append(run(name, stages, learning_rate, seed, corpus, data[corpus], before.get(corpus)))
+        before[corpus] = runs[-1]["loss_before"]
         print(json.dumps({key: runs[-1][key] for key in (*keys, "loss", "seconds")}), flush=True)
         write_result(NAME, summarise(runs), seeds=sorted({run["seed"] for run in runs}))
 

@@ -20,7 +20,7 @@ def test_boundary_quality_means_follow_from_the_runs():
         pytest.skip("the study has not been run")
     rows = json.loads(path.read_text())["rows"]
     dense = {
-        (run["seed"], row["learning_rate"]): run["loss"]
+        (run["seed"], row["learning_rate"], row["corpus"]): run["loss"]
         for row in rows
         if row["configuration"] == "dense"
         for run in row["runs"]
@@ -31,7 +31,10 @@ def test_boundary_quality_means_follow_from_the_runs():
         assert row["seeds"] == [run["seed"] for run in row["runs"]]
         gaps = []
         for run in row["runs"]:
-            gained, possible = run["loss_before"] - run["loss"], dense.get((run["seed"], row["learning_rate"]))
+            gained, possible = (
+                run["loss_before"] - run["loss"],
+                dense.get((run["seed"], row["learning_rate"], row["corpus"])),
+            )
             if possible is not None:
                 gaps.append(gained / (run["loss_before"] - possible))
         if gaps:
