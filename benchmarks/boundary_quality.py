@@ -66,7 +66,7 @@ BASELINES = (
     "quantize_8bit", "topk_5", "bottleneck_5", "tah_quant", "subspace_5",
 )  # fmt: skip
 # Codecs that remember samples, and what they are compared with on the same data.
-REMEMBERING = ("dense", "aq_sgd", "topk_5_feedback", "topk_5", "transform_5_every_10")
+REMEMBERING = ("dense", "aq_sgd", "topk_5_feedback", "topk_5", "transform_5")
 # (configuration, stages, learning rate, seed, corpus) by part of the study, in the order of their worth.
 STUDY: dict[str, list[tuple[str, int, float, int, str]]] = {
     "headline": [
@@ -91,7 +91,7 @@ STUDY: dict[str, list[tuple[str, int, float, int, str]]] = {
     "second_corpus": [
         (name, 4, 1e-4, seed, "kjv")
         for seed in (0, 1, 2)
-        for name in ("dense", "transform_5_every_10", "mask95_mean", "rotated_1bit", "quantize_4bit", "subspace_5")
+        for name in ("dense", "transform_5", "mask95_mean", "rotated_1bit", "quantize_4bit", "subspace_5")
     ],
 }  # fmt: skip
 
@@ -224,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", nargs="+", choices=list(STUDY), default=["headline"])
     parser.add_argument("--pipeline_stages", type=int, help="only the runs of so many stages")
+    parser.add_argument("--seeds", type=int, nargs="+", help="only the runs of these seeds")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no further run after so long")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -236,7 +237,7 @@ def main() -> None:
     data, deadline = {}, time.monotonic() + 60 * options.minutes
     for row in (row for stage in options.stage for row in STUDY[stage]):
         name, stages, learning_rate, seed, corpus = row
-        wanted = options.pipeline_stages in (None, stages)
+        wanted = options.pipeline_stages in (None, stages) and (options.seeds is None or seed in options.seeds)
         if not wanted or row in done or time.monotonic() > deadline:
             continue
         if corpus not in data:

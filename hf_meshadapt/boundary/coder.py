@@ -29,6 +29,9 @@ class BoundaryCoder:
 
     def __init__(self, config: BoundaryConfig, hidden_size: int, fit: BoundaryFit, table: Tensor | None):
         self.config, self.hidden_size, self.fit, self.table = config, hidden_size, fit, table
+        # What a product loses in bfloat16 is what such a wire would lose.
+        self.dtype = torch.bfloat16 if config.wire_dtype == "bfloat16" else torch.float32
+        self.weights = fit.weights.to(self.dtype)
         self.forward = self.backward = None
         if config.straight_through:
             self.forward, self.backward = (self._sequence_coder(way) for way in ("forward", "backward"))
@@ -52,7 +55,7 @@ class BoundaryCoder:
             sensitivity = TokenSensitivity(fit, self.table) if forward else None
             from .entropy_coder import EntropySequenceCoder  # numba takes time to import
 
-            return EntropySequenceCoder(tables, self.hidden_size, sequence_bytes, exact_first, sensitivity)
+            return EntropySequenceCoder(tables, self.hidden_size, sequence_bytes, exact_first, sensitivity, self.dtype)
         codec = make_token_codec(config, self.hidden_size, direction, tables)
         return SequenceCoder(codec, self.hidden_size, sequence_bytes, exact_first, fit.sensitivity)
 
@@ -60,7 +63,7 @@ class BoundaryCoder:
         """What both ends expect at the boundary: (B, T, H) float32."""
         if len(self.fit.weights) == 1:  # the channel mean
             return self.fit.weights.to(token_ids.device).expand(*token_ids.shape, -1)
-        return token_features(self.table, token_ids) @ self.fit.weights
+        return (token_features(self.table, token_ids, self.dtype) @ self.weights).float()
 
     def encode(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
         """hidden (B, T, H) to uint8 (B, bytes)."""
@@ -72,13 +75,11 @@ class BoundaryCoder:
 
     def encode_gradient(self, gradient: Tensor, kind: Tensor) -> Tensor:
         """gradient (B, T, H) to uint8 (B, bytes)."""
-        nothing = gradient.new_zeros((), dtype=torch.float32).expand(gradient.shape)
-        return self.backward.encode(gradient.float(), nothing, kind)
+        return self.backward.encode(gradient.float(), None, kind)
 
     def decode_gradient(self, packed: Tensor, kind: Tensor) -> Tensor:
         """The gradient as far as it was coded, (B, T, H) float32."""
-        nothing = torch.zeros(*kind.shape, self.hidden_size, device=packed.device)
-        return self.backward.decode(packed, nothing, kind)
+        return self.backward.decode(packed, None, kind)
 
 
 class SendCoded(torch.autograd.Function):

@@ -28,16 +28,17 @@ from . import rans
 from .bits import read_bfloat16
 from .sensitivity import TokenSensitivity
 from .sequence_coder import split_tokens
+from .step_size import FINEST, expected_bits, expected_total, num_coded, smallest_step
 from .symbol_model import CLASS_UNITS, LARGEST, SMALLEST, UNITS, symbol_model
 from .transform import TransformTables
 
 HEADER = np.dtype([("step", "<i2"), ("gain_base", "<i2"), ("gain_class", "u1"), ("state", "u1")])
 # Of a stream, in its header.
 NOTHING, CODED, NOT_FINITE = 0, 1, 2
-# Of the step, when the first guess is improved by what the symbols really take.
-REFINEMENTS = 2
+SPARE = 0.003  # of a budget may be left
+MARGIN = 8  # units of the step: how much finer than planned a sequence may be coded
 MOST_OCTAVES = 120  # of a squared gain: what single precision holds
-FINEST = 64 * UNITS  # steps lie within 2**-64 .. 2**64
+LEADING_SHARE = 0.75  # of the standard deviations, in the components that gains and steps are judged by
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,33 @@ class Layout:
     stream_bytes: int
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How one sequence is to be coded.
+
+    Attributes:
+        base: what gains are relative to, in classes.
+        symbols: (N,) int64, gains relative to it, in classes.
+        gain_class: index of the table that they are coded with.
+        budget_bits: for the components.
+        step: smallest step that is expected to fit, in units.
+        finest: smallest step that may be tried, in units.
+        num_coded: leading components that any token codes at that one.
+    """
+
+    base: int
+    symbols: np.ndarray
+    gain_class: int
+    budget_bits: float
+    step: int
+    finest: int
+    num_coded: int
+
+    @property
+    def gains(self) -> np.ndarray:
+        return (self.base + self.symbols) * CLASS_UNITS
+
+
 class EntropySequenceCoder:
     """One direction of a boundary; interface as `sequence_coder.SequenceCoder`.
 
@@ -66,6 +94,8 @@ class EntropySequenceCoder:
         sequence_bytes: bytes of a sequence by its padded length; even.
         exact_first: first tokens travel whole, in bfloat16.
         sensitivity: says which tokens are coded finer; None treats all alike.
+        dtype: of the products with the transform. In bfloat16 they are several times faster and lose as little as a
+            bfloat16 wire would.
     """
 
     def __init__(
@@ -75,44 +105,60 @@ class EntropySequenceCoder:
         sequence_bytes: Callable[[int], int],
         exact_first: bool,
         sensitivity: TokenSensitivity | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.tables, self.hidden_size, self.sensitivity = tables, hidden_size, sensitivity
+        self.hidden_size, self.sensitivity = hidden_size, sensitivity
+        self.analysis, self.synthesis = tables.analysis.to(dtype), tables.synthesis.to(dtype)
         self.sequence_bytes, self.exact_first = sequence_bytes, exact_first
         self.scales = in_units(tables.variances.cpu().double().clamp(min=2.0**-100).sqrt().numpy())
-        self.weights = self._gain_weights()
-        self.expected = expected_bits(self.scales)
-
-    def _gain_weights(self) -> Tensor:
         # The gain is judged by standard deviations: the components that carry most tell most about it.
-        deviations = self.tables.variances.clamp(min=1e-30).sqrt()
-        return 1.0 / (deviations * deviations.sum())
+        deviations = tables.variances.clamp(min=1e-30).sqrt()
+        share = deviations.cumsum(0) / deviations.sum()
+        self.num_leading = min(len(share), int((share < LEADING_SHARE).sum()) + 1)
+        leading = deviations[: self.num_leading]
+        self.weights = 1.0 / (leading * leading.sum())
+        self.expected = expected_bits(self.scales)
+        self.expected_leading = expected_bits(self.scales[: self.num_leading])
 
     @torch.no_grad()
-    def encode(self, hidden: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Codes hidden - base: (B, T, H) float32 each, by kind and token_ids (B, T), to uint8 (B, sequence_bytes(T))."""
+    def encode(self, hidden: Tensor, base: Tensor | None, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Codes hidden - base: (B, T, H) float32 each, by kind and token_ids (B, T), to uint8 (B, sequence_bytes(T));
+        base None is zero."""
         layouts = self._layouts(kind, token_ids)
-        # One product for the whole microbatch, and one copy to the host.
-        residual = torch.cat([(h[layout.coded] - b[layout.coded]) for h, b, layout in zip(hidden, base, layouts)])
-        components = residual @ self.tables.analysis.T
-        gains = (components.square() @ self.weights).log2().clamp(-MOST_OCTAVES, MOST_OCTAVES) / 2
+        width, length = self.hidden_size, hidden.shape[1]
+        places = torch.cat([row * length + layout.coded for row, layout in enumerate(layouts)]).to(hidden.device)
+        residual = hidden.reshape(-1, width)[places]
+        if base is not None:
+            residual -= base.reshape(-1, width)[places]
+        residual = residual.to(self.analysis.dtype)
+        # One product for the whole microbatch, and one copy to the host; a second one where more must be known.
+        leading = (residual @ self.analysis[: self.num_leading].T).float()
+        gains = (leading.square() @ self.weights).log2().clamp(-MOST_OCTAVES, MOST_OCTAVES) / 2
         gains = (gains * (UNITS / CLASS_UNITS)).round().nan_to_num().long().cpu().numpy()
-        components = components.cpu().numpy()
-        packed = np.zeros((len(hidden), self.sequence_bytes(hidden.shape[1])), dtype=np.uint8)
+        components = leading.cpu().numpy()
+        packed = np.zeros((len(hidden), self.sequence_bytes(length)), dtype=np.uint8)
         start, tasks = 0, []
         for row, layout in enumerate(layouts):
-            stop = start + len(layout.coded)
+            tokens = slice(start, start + len(layout.coded))
+            start = tokens.stop
             whole = hidden[row, layout.exact].to(torch.bfloat16).view(torch.uint8).flatten().cpu().numpy()
             packed[row, : len(whole)] = whole
-            if layout.stream_bytes > HEADER.itemsize and stop > start:
-                stream = packed[row, len(whole) : len(whole) + layout.stream_bytes]
-                tasks.append((components[start:stop], gains[start:stop], layout.offsets, stream))
-            start = stop
-        in_parallel(self._encode_tokens, tasks)
+            if layout.stream_bytes > HEADER.itemsize and len(layout.coded):
+                tasks.append((tokens, layout.offsets, packed[row, len(whole) : len(whole) + layout.stream_bytes]))
+        plans = in_parallel(self._plan, [(components[t], gains[t], offsets, out) for t, offsets, out in tasks])
+        most = max((plan.num_coded for plan in plans if plan), default=0)
+        if most > self.num_leading:
+            rest = residual @ self.analysis[self.num_leading : most].T
+            components = np.concatenate([components, rest.float().cpu().numpy()], axis=1)
+        coded = components[:, :most]
+        in_parallel(self._write, [(plan, coded[t], o, out) for plan, (t, o, out) in zip(plans, tasks) if plan])
         return torch.from_numpy(packed).to(hidden.device)
 
     @torch.no_grad()
-    def decode(self, packed: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    def decode(self, packed: Tensor, base: Tensor | None, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """What `encode` was given, as far as it was coded: (B, T, H) float32; base where nothing travelled."""
+        if base is None:
+            base = torch.zeros(*kind.shape, self.hidden_size, device=packed.device)
         hidden, host = base.clone(), packed.cpu().numpy()
         tasks, places = [], []
         for row, layout in enumerate(self._layouts(kind, token_ids)):
@@ -123,9 +169,11 @@ class EntropySequenceCoder:
                 tasks.append((host[row, start : start + layout.stream_bytes], layout.offsets))
                 places.append(row * hidden.shape[1] + layout.coded)
         if tasks:
-            components = np.concatenate(in_parallel(self._decode_tokens, tasks))
-            residual = torch.from_numpy(components).to(hidden.device) @ self.tables.synthesis.T
-            hidden.view(-1, self.hidden_size).index_add_(0, torch.cat(places).to(hidden.device), residual)
+            decoded = in_parallel(self._decode_tokens, tasks)
+            most = max(used for _, used in decoded)
+            components = torch.from_numpy(np.concatenate([tokens[:, :most] for tokens, _ in decoded]))
+            residual = components.to(hidden.device, self.synthesis.dtype) @ self.synthesis[:, :most].T
+            hidden.view(-1, self.hidden_size).index_add_(0, torch.cat(places).to(hidden.device), residual.float())
         return hidden
 
     def _layouts(self, kind: Tensor, token_ids: Tensor | None) -> list[Layout]:
@@ -142,73 +190,85 @@ class EntropySequenceCoder:
         stream_bytes = max(0, left - HEADER.itemsize) // 4 * 4 + HEADER.itemsize
         return Layout(exact, coded.nonzero().squeeze(1), offsets[coded.numpy()], stream_bytes)
 
-    def _encode_tokens(self, y: np.ndarray, gains: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
-        """Components (N, C) and gains (N,) in classes of one sequence, into `out`; zeros where not even gains fit."""
+    def _plan(self, leading: np.ndarray, gains: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> Plan | None:
+        """How to code a sequence by its leading components (N, leading) and its gains (N,) in classes; None where not
+        even gains fit in `out`, or where nothing can be coded."""
         model, header = symbol_model(), out[: HEADER.itemsize].view(HEADER)
-        if not np.isfinite(y).all():  # the loss is not either: let the other end see it
+        if not np.isfinite(leading).all():  # the loss is not either: let the other end see it
             header["state"] = NOT_FINITE
-            return
+            return None
         base = int(np.median(gains))
         gain_class = class_of_spread(gains - base)
         symbols = np.clip(gains - base, -model.reach[gain_class], model.reach[gain_class])
+        budget = 32.0 * (num_words(out) - 1) - model.bits[model.origins[gain_class] + symbols].sum()
+        if budget < 0:
+            return None
         gains = (base + symbols) * CLASS_UNITS
-        words = np.zeros((len(out) - HEADER.itemsize) // 4, dtype=np.uint32)
-        origin = model.origins[gain_class]
-        budget = 32.0 * (len(words) - 1) - model.bits[origin + symbols].sum()
-        finest = self._choose_step(y, gains, offsets, budget)
-        for step in range(finest, finest + FINEST, 2):  # the estimate is seldom short, and by little: one turn, or two
+        # Never one that leaves the tables' range.
+        lowest = int(self.scales[0] + (gains - offsets).max()) - LARGEST * CLASS_UNITS
+        step = self._choose_step(leading, gains, offsets, budget, lowest)
+        finest = max(lowest, step - MARGIN)
+        coded = num_coded(self.scales, int((gains - offsets).max()) - finest)
+        return Plan(base, symbols, gain_class, budget, step, finest, coded)
+
+    def _choose_step(
+        self, leading: np.ndarray, gains: np.ndarray, offsets: np.ndarray, budget: float, lowest: int
+    ) -> int:
+        """The smallest step, in units, that is expected to fit: by the model's entropies, and by how much more or less
+        the leading symbols take."""
+        model, levels = symbol_model(), gains - offsets
+        step = smallest_step(self.expected, levels, budget, lowest)
+        taken = rans.count_bits(leading, self.scales, gains, step + offsets, model.origins, model.reach, model.bits)
+        expected = expected_total(self.expected_leading, levels, step)
+        if taken <= 0 or expected <= 0:
+            return step
+        return smallest_step(self.expected, levels, budget * expected / taken, lowest)
+
+    def _write(self, plan: Plan, y: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
+        """Components (N, C) of one sequence into `out`, as many as the plan's step needs."""
+        model, words, gains = symbol_model(), np.zeros(num_words(out), dtype=np.uint32), plan.gains
+        for step in range(self._fitting_step(plan, y, gains, offsets), FINEST):  # one turn, or seldom two
             first = rans.encode(
-                y, self.scales, gains, step + offsets, symbols, gain_class,
+                y, self.scales, gains, step + offsets, plan.symbols, plan.gain_class,
                 model.origins, model.reach, model.starts, model.widths, words,
             )  # fmt: skip
             if first >= 0:
-                header[:] = (step, base, gain_class, CODED)
+                out[: HEADER.itemsize].view(HEADER)[:] = (step, plan.base, plan.gain_class, CODED)
                 body = words[first:].astype("<u4").view(np.uint8)
                 out[HEADER.itemsize : HEADER.itemsize + len(body)] = body
                 return
-            if budget < 0:
-                return
 
-    def _choose_step(self, y: np.ndarray, gains: np.ndarray, offsets: np.ndarray, budget: float) -> int:
-        """The smallest step, in units, that is expected to fit: by the model's entropies first, then by what the
-        symbols at hand take."""
-        model, excess = symbol_model(), 1.0
-        step = self._expected_step(gains - offsets, budget)
-        for _ in range(REFINEMENTS):
-            taken = rans.count_bits(y, self.scales, gains, step + offsets, model.origins, model.reach, model.bits)
-            expected = self._expected_total(gains - offsets, step)
-            if taken <= 0 or expected <= 0:
+    def _fitting_step(self, plan: Plan, y: np.ndarray, gains: np.ndarray, offsets: np.ndarray) -> int:
+        """About the smallest step whose code fits, by counting from the planned one: much faster than coding."""
+        model, budget = symbol_model(), plan.budget_bits
+
+        def excess(step: int) -> float:
+            counted = rans.count_bits(y, self.scales, gains, step + offsets, model.origins, model.reach, model.bits)
+            return counted - budget
+
+        step, over = plan.step, excess(plan.step)
+        while over > 0 and step < FINEST:
+            step += units_within(over, y.size)
+            over = excess(step)
+        while -over > SPARE * budget and (finer := step - units_within(-over, y.size)) >= plan.finest:
+            over = excess(finer)
+            if over > 0:
                 break
-            excess = taken / expected
-            step = self._expected_step(gains - offsets, budget / excess)
+            step = finer
         return step
 
-    def _expected_total(self, levels: np.ndarray, step: int) -> float:
-        return float(self.expected[np.clip(levels - step + FINEST, 0, len(self.expected) - 1)].sum())
-
-    def _expected_step(self, levels: np.ndarray, budget: float) -> int:
-        """Smallest step whose expected bits are within the budget; never one that leaves the tables' range."""
-        low, high = int(self.scales[0] + levels.max()) - LARGEST * CLASS_UNITS, FINEST
-        while low < high:
-            middle = (low + high) // 2
-            if self._expected_total(levels, middle) <= budget:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-    def _decode_tokens(self, stream: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """(N, C) float32 components of a sequence; zeros where nothing was sent."""
+    def _decode_tokens(self, stream: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, int]:
+        """(N, C) float32 components of a sequence, zeros where nothing was sent, and how many leading ones it has."""
         model = symbol_model()
         (header,) = stream[: HEADER.itemsize].copy().view(HEADER)
         words = stream[HEADER.itemsize :].copy().view("<u4").astype(np.uint32)
         gain_class = min(int(header["gain_class"]), len(model.origins) - 1)
         if header["state"] != CODED or len(words) < 2:
             value = np.nan if header["state"] == NOT_FINITE else 0.0
-            return np.full((len(offsets), len(self.scales)), value, dtype=np.float32)
+            return np.full((len(offsets), len(self.scales)), value, dtype=np.float32), len(self.scales)
         return rans.decode(
             words, len(offsets), self.scales, int(header["step"]) + offsets, int(header["gain_base"]), gain_class,
-            model.origins, model.reach, model.starts, model.widths, model.values,
+            model.origins, model.bounds, model.starts, model.widths, model.values,
         )  # fmt: skip
 
 
@@ -227,15 +287,15 @@ def in_units(values: np.ndarray) -> np.ndarray:
     return np.round(UNITS * np.log2(values)).astype(np.int64)
 
 
-def expected_bits(scales: np.ndarray) -> np.ndarray:
-    """Expected bits of a token's components, by level (gain less step) + FINEST: (2 x FINEST + 1,) float64."""
-    levels = np.arange(-FINEST, FINEST + 1)
-    entropies = np.concatenate([[0.0], symbol_model().entropies])
-    total = np.zeros(len(levels))
-    for scale, count in zip(*np.unique(scales, return_counts=True)):
-        k = (scale + levels + CLASS_UNITS // 2) // CLASS_UNITS
-        total += count * entropies[np.clip(k, SMALLEST - 1, LARGEST) - SMALLEST + 1]
-    return total
+def units_within(bits: float, num_symbols: int) -> int:
+    """By how much the step may change, one at least, so that the code changes by no more than so many bits: a unit is
+    worth 1/64 bit a symbol at most."""
+    return max(1, int(bits * UNITS / num_symbols))
+
+
+def num_words(out: np.ndarray) -> int:
+    """Words of a stream, its header left out."""
+    return (len(out) - HEADER.itemsize) // 4
 
 
 def class_of_spread(symbols: np.ndarray) -> int:

@@ -53,12 +53,12 @@ class SequenceCoder:
         self.sequence_bytes, self.sensitivity = sequence_bytes, sensitivity
         self._divisions: dict[tuple[int, int, int], tuple[int, int]] = {}
 
-    def encode(self, hidden: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    def encode(self, hidden: Tensor, base: Tensor | None, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Codes hidden - base.
 
         Args:
             hidden: (B, T, H) float32.
-            base: (B, T, H) float32, what both ends know already.
+            base: (B, T, H) float32, what both ends know already; None is zero.
             kind: (B, T), what every position is.
             token_ids: (B, T); not looked at here, for coders that divide bytes by them.
 
@@ -69,13 +69,16 @@ class SequenceCoder:
         for row, (exact, classes) in enumerate(map(self._layout, kind)):
             pieces = [hidden[row, exact].to(torch.bfloat16).view(torch.uint8).flatten()]
             for coded, token_bytes in classes:
-                pieces.append(self.codec.encode(hidden[row, coded] - base[row, coded], token_bytes).flatten())
+                tokens = hidden[row, coded] if base is None else hidden[row, coded] - base[row, coded]
+                pieces.append(self.codec.encode(tokens, token_bytes).flatten())
             stream = torch.cat(pieces)
             packed[row, : len(stream)] = stream
         return packed
 
-    def decode(self, packed: Tensor, base: Tensor, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    def decode(self, packed: Tensor, base: Tensor | None, kind: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """What `encode` was given, as far as it was coded: (B, T, H) float32; base where nothing travelled."""
+        if base is None:
+            base = torch.zeros(*kind.shape, self.hidden_size, device=packed.device)
         hidden = base.clone()
         for row, (exact, classes) in enumerate(map(self._layout, kind)):
             start = len(exact) * self.hidden_size * 2

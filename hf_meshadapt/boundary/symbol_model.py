@@ -23,6 +23,7 @@ CLASS_UNITS = 16  # one class
 SMALLEST, LARGEST = -9, 28  # classes: ratios of 0.21 (below it, all is taken for zero) to 128
 NUM_CLASSES = LARGEST - SMALLEST + 1
 PRECISION = 16  # bits of a probability
+BUCKET_BITS = 9  # a table of where to look for a symbol has an entry for every so many of them
 ROUNDING = 0.4
 TAIL = 0.1  # share of a Laplacian in the model: real tails are heavier than a Gaussian's
 
@@ -37,6 +38,7 @@ class SymbolModel:
         bits: (entries,) float64, length of the symbol's code.
         values: (entries,) float64, what it stands for, in steps: the mean of a Gaussian within its bin.
         entropies: (classes,) float64, expected bits.
+        bounds: (classes, buckets + 1) int32, the entry at which every bucket of slots begins; the last one's end.
     """
 
     origins: np.ndarray
@@ -46,12 +48,13 @@ class SymbolModel:
     bits: np.ndarray
     values: np.ndarray
     entropies: np.ndarray
+    bounds: np.ndarray
 
 
 @functools.cache
 def symbol_model() -> SymbolModel:
     """The one set of tables; independent of any data."""
-    origins, reach, starts, widths, bits, values, entropies = [], [], [], [], [], [], []
+    origins, reach, starts, widths, bits, values, entropies, bounds = [], [], [], [], [], [], [], []
     size = 0
     for k in range(SMALLEST, LARGEST + 1):
         ratio = 2.0 ** (k * CLASS_UNITS / UNITS)
@@ -65,6 +68,8 @@ def symbol_model() -> SymbolModel:
         starts.append(np.concatenate([[0], np.cumsum(width)[:-1]]))
         bits.append(length)
         values.append([math.copysign(_mean(abs(q), ratio), q) for q in range(-most, most + 1)])
+        slots = np.arange(0, (1 << PRECISION) + 1, 1 << BUCKET_BITS).clip(max=(1 << PRECISION) - 1)
+        bounds.append(size + np.searchsorted(starts[-1], slots, side="right") - 1)
         entropies.append(float((width / (1 << PRECISION) * length).sum()))
         size += 2 * most + 1
     return SymbolModel(
@@ -73,6 +78,7 @@ def symbol_model() -> SymbolModel:
         *(np.concatenate(parts).astype(np.int64) for parts in (starts, widths)),
         *(np.concatenate(parts).astype(np.float64) for parts in (bits, values)),
         np.array(entropies),
+        np.array(bounds, dtype=np.int32),
     )
 
 

@@ -34,6 +34,7 @@ PURE = [
     "boundary/allocation.py",
     "boundary/symbol_model.py",
     "boundary/rans.py",
+    "boundary/step_size.py",
     "boundary/entropy_coder.py",
     "presets.py",
     "pipeline/partition.py",

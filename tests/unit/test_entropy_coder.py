@@ -60,6 +60,14 @@ def test_at_fine_steps_a_symbol_takes_little_more_than_a_gaussians_entropy():
     assert MODEL.entropies[k] == pytest.approx(math.log2(64 * math.sqrt(2 * math.pi * math.e)), abs=0.1)
 
 
+@pytest.mark.parametrize("k", (0, NUM_CLASSES // 2, NUM_CLASSES - 1))
+def test_every_slot_leads_to_its_symbol(k):
+    slots = np.arange(1 << PRECISION)
+    found = np.array([rans.find_symbol(slot, k, MODEL.bounds, MODEL.starts) for slot in slots])
+    assert (MODEL.starts[found] <= slots).all() and (slots < MODEL.starts[found] + MODEL.widths[found]).all()
+    assert (found >= entries(k).start).all() and (found < entries(k).stop).all()
+
+
 def test_values_lie_in_their_bins_and_the_middle_is_zero():
     for k in range(NUM_CLASSES):
         values, reach = MODEL.values[entries(k)], MODEL.reach[k]
@@ -92,7 +100,9 @@ def test_what_goes_in_comes_out_and_takes_what_was_counted(seed, tokens, compone
     y, scales, gains, steps, symbols = streams(seed, tokens, components, step)
     words = np.zeros(1000, dtype=np.uint32)
     first = rans.encode(y, scales, gains, steps, symbols, GAIN_CLASS, *TABLES, words)
-    out = rans.decode(words[first:], tokens, scales, steps, 2, GAIN_CLASS, *TABLES, MODEL.values)
+    decoding = (MODEL.origins, MODEL.bounds, MODEL.starts, MODEL.widths, MODEL.values)
+    out, used = rans.decode(words[first:], tokens, scales, steps, 2, GAIN_CLASS, *decoding)
+    assert not out[:, used:].any() and (used == 0 or scales[used - 1] + (gains - steps).max() >= -9.5 * CLASS_UNITS)
     for n in range(tokens):
         for c in range(components):
             k = (int(scales[c] + gains[n] - steps[n]) + CLASS_UNITS // 2) // CLASS_UNITS - SMALLEST

@@ -1,0 +1,53 @@
+"""How long a sequence's code is expected to be at a quantiser step, and the smallest step that fits.
+
+Everything is in units of 1/64 octave. A token's *level* is its gain less its own step's offset: what counts for its bits
+is the level less the step that all tokens share.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .rans import compiled
+from .symbol_model import CLASS_UNITS, LARGEST, SMALLEST, UNITS, symbol_model
+
+FINEST = 64 * UNITS  # steps lie within 2**-64 .. 2**64
+
+
+def expected_bits(scales: np.ndarray) -> np.ndarray:
+    """Expected bits of a token's components, by level less step + FINEST: (2 x FINEST + 1,) float64."""
+    levels = np.arange(-FINEST, FINEST + 1)
+    entropies = np.concatenate([[0.0], symbol_model().entropies])
+    total = np.zeros(len(levels))
+    for scale, count in zip(*np.unique(scales, return_counts=True)):
+        k = (scale + levels + CLASS_UNITS // 2) // CLASS_UNITS
+        total += count * entropies[np.clip(k, SMALLEST - 1, LARGEST) - SMALLEST + 1]
+    return total
+
+
+@compiled
+def expected_total(expected, levels, step: int) -> float:
+    """Expected bits of all tokens: `expected` from `expected_bits`, levels (N,) int64."""
+    total = 0.0
+    for level in levels:
+        total += expected[min(max(level - step + FINEST, 0), len(expected) - 1)]
+    return total
+
+
+@compiled
+def smallest_step(expected, levels, budget: float, low: int) -> int:
+    """Smallest step, from `low` on, whose expected bits are within the budget."""
+    high = FINEST
+    while low < high:
+        middle = (low + high) // 2
+        if expected_total(expected, levels, middle) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def num_coded(scales: np.ndarray, level: int) -> int:
+    """Leading components that a token codes at this level less step; scales descend."""
+    least = SMALLEST * CLASS_UNITS - CLASS_UNITS // 2 - level
+    return int(np.searchsorted(-scales, -least, side="right"))
