@@ -21,9 +21,11 @@ from hf_meshadapt.config import BoundaryConfig
 
 VOCABULARY = 4096
 CODECS = {
-    "transform": BoundaryConfig("transform", budget=0.05, exact_first_token=True, predictor="token"),
+    "transform": BoundaryConfig(
+        "transform", wire_dtype="bfloat16", budget=0.05, exact_first_token=True, predictor="token"
+    ),
     "transform, whole bits": BoundaryConfig(
-        "transform", budget=0.05, exact_first_token=True, predictor="token", entropy_coded=False
+        "transform", wire_dtype="bfloat16", budget=0.05, exact_first_token=True, predictor="token", entropy_coded=False
     ),
     "quantize 4 bit": BoundaryConfig("quantize", bits=4, rotated=True),
     "topk": BoundaryConfig("topk", budget=0.05),

@@ -24,6 +24,13 @@ def pack(values: Tensor, groups: Groups) -> Tensor:
     Returns:
         uint8 (N, `packed_bytes(groups)`), least significant bit first, the last byte padded with zeros.
     """
+    if whole_bytes(groups):
+        ((bits, count),) = groups
+        parts = values.to(torch.uint8).reshape(len(values), count * bits // 8, 8 // bits)
+        packed = parts[:, :, 0].clone()
+        for place in range(1, 8 // bits):
+            packed |= parts[:, :, place] << (place * bits)
+        return packed
     stream = torch.zeros(len(values), packed_bytes(groups) * 8, dtype=torch.uint8, device=values.device)
     column = start = 0
     for bits, count in groups:
@@ -41,6 +48,10 @@ def pack(values: Tensor, groups: Groups) -> Tensor:
 
 def unpack(packed: Tensor, groups: Groups) -> Tensor:
     """The integers that `pack` was given: int64 (N, columns)."""
+    if whole_bytes(groups):
+        ((bits, count),) = groups
+        places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+        return ((packed[:, :, None] >> places) & (2**bits - 1)).view(len(packed), count).long()
     stream = torch.empty(*packed.shape, 8, dtype=torch.uint8, device=packed.device)
     for bit in range(8):
         stream[:, :, bit] = (packed >> bit) & 1
@@ -54,6 +65,12 @@ def unpack(packed: Tensor, groups: Groups) -> Tensor:
         columns.append(part.long())
         start += bits * count
     return torch.cat(columns, dim=1) if columns else packed.new_zeros((len(packed), 0), dtype=torch.int64)
+
+
+def whole_bytes(groups: Groups) -> bool:
+    """Whether all values are equally wide and every byte holds a whole number of them: bits need not be looked at one
+    by one."""
+    return len(groups) == 1 and 8 % groups[0][0] == 0 and groups[0][0] * groups[0][1] % 8 == 0
 
 
 def _narrow(bits: int) -> torch.dtype:

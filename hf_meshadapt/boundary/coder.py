@@ -15,6 +15,7 @@ from .predictor import token_features
 from .sensitivity import TokenSensitivity
 from .sequence_coder import SequenceCoder
 from .token_codecs import make_token_codec
+from .transform import product_dtype
 
 
 class BoundaryCoder:
@@ -29,8 +30,7 @@ class BoundaryCoder:
 
     def __init__(self, config: BoundaryConfig, hidden_size: int, fit: BoundaryFit, table: Tensor | None):
         self.config, self.hidden_size, self.fit, self.table = config, hidden_size, fit, table
-        # What a product loses in bfloat16 is what such a wire would lose.
-        self.dtype = torch.bfloat16 if config.wire_dtype == "bfloat16" else torch.float32
+        self.dtype = product_dtype(config.wire_dtype)
         self.weights = fit.weights.to(self.dtype)
         self.forward = self.backward = None
         if config.straight_through:

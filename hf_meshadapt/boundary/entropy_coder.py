@@ -94,8 +94,7 @@ class EntropySequenceCoder:
         sequence_bytes: bytes of a sequence by its padded length; even.
         exact_first: first tokens travel whole, in bfloat16.
         sensitivity: says which tokens are coded finer; None treats all alike.
-        dtype: of the products with the transform. In bfloat16 they are several times faster and lose as little as a
-            bfloat16 wire would.
+        dtype: of the products with the transform, from `product_dtype`.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from .quantize import QuantizeCodec, TileQuantizeCodec
 from .sequence_coder import TokenCodec
 from .tah_quant import TahQuantCodec
 from .topk import TopKCodec
-from .transform import TransformCodec, TransformTables
+from .transform import TransformCodec, TransformTables, product_dtype
 
 
 def make_token_codec(
@@ -26,7 +26,7 @@ def make_token_codec(
     """
     codec, forward = config.codec, direction == "forward"
     if codec == "transform":
-        return TransformCodec(tables)
+        return TransformCodec(tables, product_dtype(config.wire_dtype))
     if codec == "subspace":
         return SubspaceCodec(tables.synthesis)
     if codec == "bottleneck":

@@ -47,6 +47,11 @@ class TransformTables:
         return sum(t.numel() * t.element_size() for t in (self.analysis, self.synthesis, self.variances))
 
 
+def product_dtype(wire_dtype: str) -> torch.dtype:
+    """In what products with the tables are computed: what they lose in bfloat16 is what such a wire would lose."""
+    return torch.bfloat16 if wire_dtype == "bfloat16" else torch.float32
+
+
 def fit_tables(
     covariance: Tensor, weight: Tensor | None, num_components: int, epsilon: float = 0.1
 ) -> TransformTables:
@@ -98,13 +103,16 @@ class TransformCodec:
 
     Args:
         tables: the transform.
+        dtype: of the products with it, from `product_dtype`.
     """
 
-    def __init__(self, tables: TransformTables):
+    def __init__(self, tables: TransformTables, dtype: torch.dtype = torch.float32):
         scale = tables.variances.clamp(min=1e-30).sqrt()
         self.variances = tables.variances
-        self.analysis = (tables.analysis / scale[:, None]).T.contiguous()  # (H, components), to unit variance
-        self.synthesis = (tables.synthesis * scale).T.contiguous()  # (components, H), and back
+        self.analysis = (
+            (tables.analysis / scale[:, None]).T.to(dtype).contiguous()
+        )  # (H, components), to unit variance
+        self.synthesis = (tables.synthesis * scale).T.to(dtype).contiguous()  # (components, H), and back
         self._distortions = torch.empty(0)
         self._layouts: dict[int, tuple[Groups, Tensor, Tensor]] = {}
 
@@ -135,7 +143,7 @@ class TransformCodec:
         if bytes_per_token <= GAIN_BYTES:  # nothing fits: the token is taken for its prediction
             return tokens.new_zeros(len(tokens), bytes_per_token, dtype=torch.uint8)
         groups, steps, levels = self.layout(bytes_per_token)
-        unit = tokens @ self.analysis[:, : len(steps)]
+        unit = (tokens.to(self.analysis.dtype) @ self.analysis[:, : len(steps)]).float()
         # The token's scale, judged by standard deviations: the components that carry most tell most about it. Both
         # sides use the rounded number.
         weights = self.variances[: len(steps)].sqrt()
@@ -148,8 +156,9 @@ class TransformCodec:
     def decode(self, packed: Tensor) -> Tensor:
         """uint8 (N, bytes_per_token) to the coded tokens (N, H) float32."""
         if packed.shape[1] <= GAIN_BYTES:
-            return self.synthesis.new_zeros(len(packed), self.synthesis.shape[1])
+            return packed.new_zeros(len(packed), self.synthesis.shape[1], dtype=torch.float32)
         groups, steps, levels = self.layout(packed.shape[1])
         gain = read_bfloat16(packed, 0, 1)
         indices = unpack(packed[:, GAIN_BYTES : GAIN_BYTES + packed_bytes(groups)], groups)
-        return ((indices - levels / 2 + 0.5) * (gain * steps)) @ self.synthesis[: len(steps)]
+        values = (indices - levels / 2 + 0.5) * (gain * steps)
+        return (values.to(self.synthesis.dtype) @ self.synthesis[: len(steps)]).float()
