@@ -13,6 +13,8 @@ _PUBLIC = {
     "MeshAdaptTrainer": "trainer",
     "MeshAdaptMixin": "trainer",
     "MeshAdaptArguments": "arguments",
+    "MeshAdaptSFTTrainer": "sft",
+    "MeshAdaptSFTConfig": "sft",
     "MeshConfig": "config",
     "BoundaryConfig": "config",
     "byte_plan": "planner",

@@ -182,8 +182,8 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
     exact_first_token: bool | None = field(
         default=None,
         metadata={
-            "help": "Send the first token of every sequence whole. Many models keep a massive activation there, which "
-            "masking destroys.",
+            "help": "Send the first token of every sequence whole (of packed ones as many as take half of a row's bytes). "
+            "Many models keep a massive activation there, which masking destroys.",
             "nargs": "?",  # a bare --exact_first_token means True
             "const": True,
         },

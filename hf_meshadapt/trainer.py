@@ -31,7 +31,7 @@ from .evaluation_loop import evaluation_loop
 from .pipeline.microbatch import pad_rows
 from .progress import MeshProgressCallback
 from .sampling import EpochSampler
-from .trainer_checks import loss_function, refuse_model, refuse_optimizer, refuse_unsupported
+from .trainer_checks import loss_function, refuse_model, refuse_optimizer, refuse_raw_data, refuse_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class MeshAdaptMixin:
 
     Everything else is as for the Trainer class below.
     """
+
+    stands_in_for: type = Trainer  # whose compute_loss and prediction_step the stages' own forward replaces
 
     def __init__(self, model=None, args: MeshAdaptArguments | None = None, *positional, **kwargs):
         if not isinstance(args, MeshAdaptArguments):
@@ -65,9 +67,10 @@ class MeshAdaptMixin:
         # State of an optimizer that the caller brings is not known here.
         own_optimizer = named.get("optimizer_cls_and_kwargs") or any(named.get("optimizers") or ())
         model = self.engine.take_model(model, args.model_dtype, args.device, "" if own_optimizer else args.optim)
+        args._n_gpu = min(1, args.n_gpu)  # never DataParallel over the local GPUs
         super().__init__(model=model, args=args, **named)
-        self.args._n_gpu = min(1, self.args.n_gpu)  # never DataParallel over the local GPUs
         refuse_model(self)
+        refuse_raw_data(self)
         self.engine.build(args.device, self.accelerator.autocast, loss_function(self))
         refuse_optimizer(self)
         self._evaluated: tuple[str, int] | None = None  # prefix and batches of the last one, until timed

@@ -5,9 +5,11 @@ What would be ignored or wrong over stages is refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import has_length
 
 from .arguments import MeshAdaptArguments
 from .pipeline.stage import LossFunction
@@ -29,7 +31,7 @@ PARTIAL_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_l
 def refuse_unsupported(trainer_class: type, trainer_arguments: dict, args: MeshAdaptArguments) -> None:
     """Raises NotImplementedError for what needs no model to be known."""
     for name, remedy in BYPASSED_METHODS.items():
-        if getattr(trainer_class, name) is not getattr(Trainer, name):
+        if getattr(trainer_class, name) is not getattr(trainer_class.stands_in_for, name):
             raise NotImplementedError(
                 f"{trainer_class.__name__}.{name}: a mesh would not call it: the model runs in stages. {remedy}"
             )
@@ -50,9 +52,41 @@ def refuse_model(trainer) -> None:
             raise NotImplementedError(f"{type(trainer.model).__name__} with {name}: {reason}")
     for name in PARTIAL_OUTPUTS:
         if getattr(trainer.model.config, name, False):
-            raise NotImplementedError(
-                f"config.{name}=True: a stage has those of its own layers only. Set it to False on the model's config"
-            )
+            remedy = "Set it to False on the model's config"
+            if name == "output_router_logits" and hasattr(trainer.args, "router_aux_loss_coef"):
+                remedy = "Set router_aux_loss_coef=0.0"  # TRL sets the config by it
+            raise NotImplementedError(f"config.{name}=True: a stage has those of its own layers only. {remedy}")
+
+
+def refuse_raw_data(trainer) -> None:
+    """Raises ValueError for a data set of text or chats that would reach a collator of tokens.
+
+    A collator of the person's own may tokenise. Streams of unknown columns are not looked at: they would be read.
+    """
+    if trainer.data_collator.__module__.split(".")[0] not in ("transformers", "trl"):
+        return
+    for name in ("train_dataset", "eval_dataset"):
+        given = getattr(trainer, name)
+        for dataset in given.values() if isinstance(given, dict) else [given]:
+            columns = _columns(dataset)
+            if columns and not {"input_ids", "inputs_embeds"} & set(columns):
+                raise ValueError(
+                    f"{name} has no input_ids (only {', '.join(columns)}): the data collator takes tokens. Tokenise it, "
+                    "for example with dataset.map(lambda row: tokenizer(row['text'])), or use MeshAdaptSFTTrainer, which "
+                    "takes text, messages, and prompt with completion"
+                )
+
+
+def _columns(dataset) -> list[str] | None:
+    """Names of the columns of a data set's rows, None where they cannot be known without reading a stream."""
+    if not (hasattr(dataset, "__getitem__") and has_length(dataset)):
+        return getattr(dataset, "column_names", None)
+    if not len(dataset):
+        return None
+    # The row itself: `with_transform` tokenises as it is read. The run's own draws of random numbers stay as they were.
+    with torch.random.fork_rng(devices=[]):
+        row = dataset[0]
+    return list(row) if isinstance(row, Mapping) else None
 
 
 def refuse_optimizer(trainer) -> None:

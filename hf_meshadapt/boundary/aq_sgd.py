@@ -71,7 +71,7 @@ class DeltaCoder(BoundaryCoder):
     def _base(self, token_ids: Tensor, kind: Tensor) -> Tensor:
         base = torch.zeros(*token_ids.shape, self.hidden_size, device=token_ids.device)
         if self.config.error_feedback:
-            base = self.predict(token_ids).clone()
+            base = self.predict(token_ids, kind).clone()
         for row, name in enumerate(sample_names(token_ids, kind)):
             if name in self.messages or not self.config.error_feedback:
                 base[row, kind[row] != PADDING] = self.messages[name].float()

@@ -12,7 +12,7 @@ from hf_meshadapt.config import BoundaryConfig
 class Codec:
     """Packs a hidden state for the wire and unpacks it on the other side, differentiably in both.
 
-    `encode` and `decode` of one microbatch get equal `key` and `first_token`, and the codec derives from them whatever
+    `encode` and `decode` of one microbatch get equal `key` and `starts`, and the codec derives from them whatever
     both sides must agree on.
     """
 
@@ -25,23 +25,23 @@ class Codec:
         """Shape of `encode`'s result for `batch` sequences of `length` tokens."""
         raise NotImplementedError
 
-    def encode(self, hidden: Tensor, key: int, first_token: Tensor | None) -> Tensor:
+    def encode(self, hidden: Tensor, key: int, starts: Tensor | None) -> Tensor:
         """Pack hidden (B, T, H), any float dtype, into the wire dtype and `packed_shape(B, T)`.
 
         Args:
             hidden: boundary activations.
             key: from `prf.boundary_key`.
-            first_token: int64 (B,) position of each sequence's first real token, None where all are at 0.
+            starts: bool (B, T), first tokens of sequences, packed ones included; None where each row begins one.
         """
         raise NotImplementedError
 
-    def decode(self, packed: Tensor, key: int, first_token: Tensor | None, fill: Tensor) -> Tensor:
+    def decode(self, packed: Tensor, key: int, starts: Tensor | None, fill: Tensor) -> Tensor:
         """Unpack into hidden (B, T, H) of fill's dtype.
 
         Args:
             packed: what `encode` returned.
             key: as in `encode`.
-            first_token: as in `encode`.
+            starts: as in `encode`.
             fill: (B, T, H), what stands where nothing was sent: constant in the backward pass, never written to, often
                 an expanded view.
         """
@@ -54,10 +54,10 @@ class DenseCodec(Codec):
     def packed_shape(self, batch: int, length: int) -> tuple[int, ...]:
         return batch, length, self.hidden_size
 
-    def encode(self, hidden: Tensor, key: int, first_token: Tensor | None) -> Tensor:
+    def encode(self, hidden: Tensor, key: int, starts: Tensor | None) -> Tensor:
         return hidden.to(self.wire_dtype)
 
-    def decode(self, packed: Tensor, key: int, first_token: Tensor | None, fill: Tensor) -> Tensor:
+    def decode(self, packed: Tensor, key: int, starts: Tensor | None, fill: Tensor) -> Tensor:
         return packed.to(fill.dtype)
 
 
@@ -66,41 +66,58 @@ class RandomMaskCodec(Codec):
 
     Never rescaled by 1/keep: on a pre-norm residual stream that breaks training. Source: arXiv
     2609.14339, which zero-fills and masks every token; the exact first token and the fill are ours.
+
+    A row's size is that of one exact token. Where sequences are packed, all their first tokens are exact as long as they
+    take half of it; what they take, the other tokens lack alike.
     """
 
     def packed_shape(self, batch: int, length: int) -> tuple[int, ...]:
         return batch, self.config.values_per_sequence(length, self.hidden_size)
 
-    def encode(self, hidden: Tensor, key: int, first_token: Tensor | None) -> Tensor:
+    def encode(self, hidden: Tensor, key: int, starts: Tensor | None) -> Tensor:
         batch, length, _ = hidden.shape
-        positions = self._positions(batch, length, key, first_token, hidden.device)
+        positions = self._positions(batch, length, key, starts, hidden.device)
         return hidden.flatten(1).gather(1, positions).to(self.wire_dtype)
 
-    def decode(self, packed: Tensor, key: int, first_token: Tensor | None, fill: Tensor) -> Tensor:
+    def decode(self, packed: Tensor, key: int, starts: Tensor | None, fill: Tensor) -> Tensor:
         batch, length, _ = fill.shape
-        positions = self._positions(batch, length, key, first_token, packed.device)
+        positions = self._positions(batch, length, key, starts, packed.device)
         return fill.detach().flatten(1).scatter(1, positions, packed.to(fill.dtype)).view(fill.shape)
 
-    def _positions(
-        self, batch: int, length: int, key: int, first_token: Tensor | None, device: torch.device
-    ) -> Tensor:
+    def _positions(self, batch: int, length: int, key: int, starts: Tensor | None, device: torch.device) -> Tensor:
         """Where each packed value sits in its sequence's flattened (length x hidden) entries: int64 (B, V), distinct.
 
-        With an exact first token: the kept entries of the other tokens in order, then that token whole.
+        With exact first tokens: the kept entries of the other tokens, then those tokens whole.
         """
         num_kept = self.config.num_kept(self.hidden_size)
         kept = kept_indices(key, batch * length, self.hidden_size, num_kept, device).view(batch, length, num_kept)
         kept += (torch.arange(length, device=device) * self.hidden_size).unsqueeze(1)
         if not self.config.exact_first_token:
             return kept.view(batch, -1)
-        if first_token is None:
-            first_token = torch.zeros(batch, dtype=torch.int64, device=device)
-        first_token = first_token.to(device).unsqueeze(1)
+        if starts is not None and bool((starts.sum(1) > 1).any()):
+            return torch.stack([self._with_several_starts(*row) for row in zip(kept, starts.to(device))])
+        if starts is None:
+            starts = torch.zeros(batch, length, dtype=torch.bool, device=device)
+        # A row that continues a sequence has no first token: its position 0 stands in.
+        first = starts.to(device).int().argmax(dim=1, keepdim=True)
         others = torch.arange(length - 1, device=device)
-        others = others + (others >= first_token)
+        others = others + (others >= first)
         sequences = torch.arange(batch, device=device).unsqueeze(1)
-        exact = first_token * self.hidden_size + torch.arange(self.hidden_size, device=device)
+        exact = first * self.hidden_size + torch.arange(self.hidden_size, device=device)
         return torch.cat([kept[sequences, others].view(batch, -1), exact], dim=1)
+
+    def _with_several_starts(self, kept: Tensor, starts: Tensor) -> Tensor:
+        """`_positions` of one row (V,), from its kept entries (T, kept) and starts (T,)."""
+        num_values = self.config.values_per_sequence(len(kept), self.hidden_size)
+        exact = starts.nonzero().squeeze(1)[: max(1, num_values // 2 // self.hidden_size)]
+        if not len(exact):
+            exact = exact.new_zeros(1)
+        coded = torch.ones_like(starts)
+        coded[exact] = False
+        # In turns over the tokens: cutting the last turns off takes as much from each.
+        turns = kept[coded].T.flatten()[: num_values - len(exact) * self.hidden_size]
+        whole = exact.unsqueeze(1) * self.hidden_size + torch.arange(self.hidden_size, device=kept.device)
+        return torch.cat([turns, whole.flatten()])
 
 
 def make_codec(config: BoundaryConfig, hidden_size: int, coded: bool) -> Codec:

@@ -13,7 +13,7 @@ from ..config import BoundaryConfig
 from .fitting import BoundaryFit
 from .predictor import token_features
 from .sensitivity import TokenSensitivity
-from .sequence_coder import SequenceCoder
+from .sequence_coder import FIRST, SequenceCoder
 from .token_codecs import make_token_codec
 from .transform import product_dtype
 
@@ -59,19 +59,20 @@ class BoundaryCoder:
         codec = make_token_codec(config, self.hidden_size, direction, tables)
         return SequenceCoder(codec, self.hidden_size, sequence_bytes, exact_first, fit.sensitivity)
 
-    def predict(self, token_ids: Tensor) -> Tensor:
+    def predict(self, token_ids: Tensor, kind: Tensor | None) -> Tensor:
         """What both ends expect at the boundary: (B, T, H) float32."""
         if len(self.fit.weights) == 1:  # the channel mean
             return self.fit.weights.to(token_ids.device).expand(*token_ids.shape, -1)
-        return (token_features(self.table, token_ids, self.dtype) @ self.weights).float()
+        starts = None if kind is None else kind == FIRST
+        return (token_features(self.table, token_ids, starts, self.dtype) @ self.weights).float()
 
     def encode(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
         """hidden (B, T, H) to uint8 (B, bytes)."""
-        return self.forward.encode(hidden.float(), self.predict(token_ids), kind, token_ids)
+        return self.forward.encode(hidden.float(), self.predict(token_ids, kind), kind, token_ids)
 
     def decode(self, packed: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
         """The hidden states as far as they were coded, (B, T, H) float32."""
-        return self.forward.decode(packed, self.predict(token_ids), kind, token_ids)
+        return self.forward.decode(packed, self.predict(token_ids, kind), kind, token_ids)
 
     def encode_gradient(self, gradient: Tensor, kind: Tensor) -> Tensor:
         """gradient (B, T, H) to uint8 (B, bytes)."""

@@ -91,7 +91,7 @@ class BoundarySend(_BoundaryEnd):
         """
         if self.coded and self.config.straight_through:
             return SendCoded.apply(hidden, self._fitted(), token_ids, kind)
-        packed = self._codecs[self.coded].encode(hidden, boundary_key(key, self.boundary), first_position(kind))
+        packed = self._codecs[self.coded].encode(hidden, boundary_key(key, self.boundary), sequence_starts(kind))
         if self.first_visit and self.training:
             self.coder.remember(packed, token_ids, kind)
         return (packed,)
@@ -128,11 +128,11 @@ class BoundaryReceive(_BoundaryEnd):
             return ReceiveCoded.apply(*packed, self._fitted(), token_ids, kind, dtype)
         fill = packed[0].new_zeros((), dtype=dtype).expand(packed[0].shape[0], length, self.hidden_size)
         if self.coded and self.config.predictor != "none":
-            fill = self._fitted().predict(token_ids).to(dtype)
+            fill = self._fitted().predict(token_ids, kind).to(dtype)
         key = boundary_key(key, self.boundary)
         if self.first_visit and self.training:
             self.coder.remember(packed[0], token_ids, kind)
-        return self._codecs[self.coded].decode(packed[0], key, first_position(kind), fill)
+        return self._codecs[self.coded].decode(packed[0], key, sequence_starts(kind), fill)
 
     def _check_shape(self, packed: tuple[Tensor, ...], length: int) -> None:
         expected = wire_tensors(self.config, self.hidden_size, len(packed[0]), length, self.coded, "meta")
@@ -145,6 +145,6 @@ class BoundaryReceive(_BoundaryEnd):
             )
 
 
-def first_position(kind: Tensor | None) -> Tensor | None:
-    """Position of every sequence's (first) first token, (B,): not 0 under left padding."""
-    return None if kind is None else (kind == FIRST).int().argmax(dim=1)
+def sequence_starts(kind: Tensor | None) -> Tensor | None:
+    """First tokens of sequences, bool like kind (B, T)."""
+    return None if kind is None else kind == FIRST

@@ -34,15 +34,20 @@ def project_embedding(weight: Tensor, size: int = FEATURE_SIZE) -> Tensor:
     return torch.nn.functional.normalize(projected, dim=1).to(torch.bfloat16)
 
 
-def token_features(table: Tensor, input_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Features of every token, (B, T, `num_features(table)`) in dtype; what lies outside of a row is taken for zero.
+def token_features(
+    table: Tensor, input_ids: Tensor, starts: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Features of every token, (B, T, `num_features(table)`) in dtype; what lies outside of a sequence is taken for zero.
 
     Args:
         table: (vocabulary, size), from `project_embedding`.
         input_ids: (B, T).
+        starts: (B, T) bool, first tokens of sequences: the one before belongs to another. None where rows begin them.
     """
     here = torch.nn.functional.embedding(input_ids, table).to(dtype)
     before = torch.nn.functional.pad(here[:, :-1], (0, 0, 1, 0))
+    if starts is not None:
+        before = before.masked_fill(starts.unsqueeze(2), 0.0)
     return torch.cat([here, before, here.new_ones(*input_ids.shape, 1)], dim=2)
 
 

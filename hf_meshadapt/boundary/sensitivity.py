@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from .fitting import BoundaryFit
-from .sequence_coder import TARGET
+from .sequence_coder import FIRST, TARGET
 from .statistics import FELT_POWER
 from .symbol_model import UNITS
 
@@ -57,7 +57,8 @@ class TokenSensitivity:
         if self.parts is None:
             return np.where(is_target, self.by_kind[1], self.by_kind[0])
         total = self.constant[is_target] + self.parts[is_target, 0, token_ids]  # int64
-        total[1:] += self.parts[is_target[1:], 1, token_ids[:-1]]
+        before = self.parts[is_target[1:], 1, token_ids[:-1]]
+        total[1:] += np.where(kind[1:] == FIRST, 0, before)  # nothing is before a packed sequence
         return self.offsets_of[total.clip(LEAST, MOST)]
 
 

@@ -37,14 +37,24 @@ def microbatch_keys(seed: int, step: int, accumulation: int, replica: int, num_m
 
 def token_kinds(batch: Batch) -> torch.Tensor:
     """What every position is, (B, T) int8: padding, context, a token that predicts a label, or the first token of a
-    sequence, packed ones included."""
+    sequence, packed ones included.
+
+    Packed sequences come without a mask, and what fills their row up has position 0 throughout. A sequence of one token
+    looks the same and counts as padding: no other token sees it, and it predicts nothing.
+    """
     labels, mask, positions = batch["labels"], batch.get("attention_mask"), batch.get("position_ids")
-    real = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
+    predicts = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
+    if mask is not None:
+        real = mask.bool()
+    elif positions is not None:
+        next_starts = torch.nn.functional.pad(positions[:, 1:], (0, 1)) == 0
+        real = (positions != 0) | ~next_starts | predicts
+    else:
+        real = torch.ones_like(labels, dtype=torch.bool)
     if positions is not None:
         first = (positions == 0) & real
     else:
         first = torch.zeros_like(real).scatter(1, real.int().argmax(dim=1, keepdim=True), True)
-    predicts = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
     kinds = torch.where(real, torch.where(predicts, TARGET, TOKEN), PADDING)
     return torch.where(first, FIRST, kinds).to(torch.int8)
 

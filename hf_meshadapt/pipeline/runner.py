@@ -19,6 +19,7 @@ from .assembly import ModelParts
 from .microbatch import Batch, largest_divisor, token_kinds
 from .replicas import wrap_data_parallel
 from .schedule import Waiter, make_schedule
+from .shape_cache import ShapeCache
 from .wire_stage import WireStage
 
 
@@ -136,7 +137,7 @@ class PipelineRunner(Runner):
     """This rank's chunks of a pipeline over processes.
 
     torch sizes a stage's buffers once, so there is one stage and schedule per batch shape and mode, all over the same
-    modules.
+    modules. The stages of a pipeline see the same shapes in the same order, so they drop the same ones.
     """
 
     def __init__(self, parts, mesh, boundary, device, *, group, data_parallel_group, waiter: Waiter):
@@ -145,12 +146,12 @@ class PipelineRunner(Runner):
         self.modules: dict[int, nn.Module] = {
             chunk: wrap_data_parallel(stage, data_parallel_group) for chunk, stage in parts.stages.items()
         }
-        self._schedules: dict[tuple, tuple] = {}
+        self._schedules: ShapeCache[tuple] = ShapeCache()
 
     def set_boundary(self, boundary):
         super().set_boundary(boundary)
         # Buffers of coded passes have the old budgets' sizes.
-        self._schedules = {shape: made for shape, made in self._schedules.items() if shape[-1] != "train"}
+        self._schedules.keep(lambda shape: shape[-1] != "train")
 
     def _train(self, batch, rows, keys, num_items, sync):
         count = self.mesh.microbatches
@@ -183,10 +184,9 @@ class PipelineRunner(Runner):
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
 
     def _schedule(self, rows: int, length: int, count: int, mode: str) -> tuple:
-        shape = (rows, length, count, mode)
-        if shape not in self._schedules:
-            self._schedules[shape] = self._build_schedule(rows // count, length, count, mode)
-        return self._schedules[shape]
+        return self._schedules.get(
+            (rows, length, count, mode), lambda: self._build_schedule(rows // count, length, count, mode)
+        )
 
     def _build_schedule(self, rows: int, length: int, count: int, mode: str) -> tuple:
         """Stages and schedule of one shape; mode is train (coded), first visit (uncoded, trains), eval (uncoded) or

@@ -12,6 +12,7 @@ PURE = [
     "memory.py",
     "gradients.py",
     "sampling.py",
+    "sft_checks.py",
     "checkpoint_folder.py",
     "boundary/prf.py",
     "boundary/codecs.py",
@@ -40,6 +41,7 @@ PURE = [
     "pipeline/partition.py",
     "pipeline/layout.py",
     "pipeline/microbatch.py",
+    "pipeline/shape_cache.py",
     "pipeline/refusals.py",
     "pipeline/tiny_clone.py",
 ]
@@ -62,8 +64,9 @@ LAYERS = [
     {"calibration", "adaptive", "probing"},
     {"engine"},
     {"mesh_checkpoint", "argument_checks", "arguments", "progress", "batches"},
-    {"evaluation_loop", "trainer_checks"},
+    {"evaluation_loop", "trainer_checks", "sft_checks"},
     {"trainer"},
+    {"sft"},
 ]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_meshadapt.boundary.fitting import BoundaryFit
-from hf_meshadapt.boundary.module import BoundaryReceive, BoundarySend, first_position, wire_tensors
+from hf_meshadapt.boundary.module import BoundaryReceive, BoundarySend, wire_tensors
 from hf_meshadapt.boundary.prf import boundary_key, kept_indices, microbatch_key
 from hf_meshadapt.boundary.sequence_coder import FIRST, TOKEN
 from hf_meshadapt.config import BoundaryConfig
@@ -39,25 +39,36 @@ def make_ends(config: BoundaryConfig, hidden_size: int) -> tuple[BoundarySend, B
     return ends
 
 
-def kinds(length: int, first_token: torch.Tensor | None) -> torch.Tensor | None:
-    if first_token is None:
+def kinds(length: int, starts: list[list[int]] | None) -> torch.Tensor | None:
+    """Rows whose sequences begin at `starts`."""
+    if starts is None:
         return None
-    return torch.where(torch.arange(length) == first_token.unsqueeze(1), FIRST, TOKEN).to(torch.int8)
+    kind = torch.full((len(starts), length), TOKEN, dtype=torch.int8)
+    for row, positions in zip(kind, starts):
+        row[positions] = FIRST
+    return kind
 
 
-def sent_mask(config: BoundaryConfig, batch, length, hidden_size, first_token) -> torch.Tensor:
+def sent_mask(config: BoundaryConfig, batch, length, hidden_size, starts) -> torch.Tensor:
     """Which entries travel, (B, T, H) bool, entry by entry."""
-    kept = kept_indices(
-        boundary_key(KEY, BOUNDARY), batch * length, hidden_size, config.num_kept(hidden_size), "cpu"
-    ).tolist()
+    num_kept = config.num_kept(hidden_size)
+    kept = kept_indices(boundary_key(KEY, BOUNDARY), batch * length, hidden_size, num_kept, "cpu").tolist()
     mask = torch.zeros(batch, length, hidden_size, dtype=torch.bool)
-    for sequence in range(batch):
-        first = 0 if first_token is None else first_token[sequence].item()
-        for position in range(length):
-            if config.exact_first_token and position == first:
-                mask[sequence, position] = True
-            else:
-                mask[sequence, position, kept[sequence * length + position]] = True
+    for row in range(batch):
+        left, exact = config.values_per_sequence(length, hidden_size), []
+        if config.exact_first_token:
+            # First tokens take at most half of the row's values, or one does; a row without any begins at 0.
+            most = max(1, left // 2 // hidden_size)
+            exact = sorted(starts[row] if starts else [])[:most] or [0]
+        for position in exact:
+            mask[row, position] = True
+            left -= hidden_size
+        for turn in range(num_kept):
+            for position in range(length):
+                if position not in exact and left > 0:
+                    mask[row, position, kept[row * length + position][turn]] = True
+                    left -= 1
+        assert left == 0
     return mask
 
 
@@ -66,21 +77,21 @@ def oracle(hidden, mask, fill, config: BoundaryConfig, dtype) -> torch.Tensor:
     return torch.where(mask, on_wire, fill.to(dtype))
 
 
-def check_against_oracle(config, batch, length, hidden_size, dtype, first_token):
+def check_against_oracle(config, batch, length, hidden_size, dtype, starts):
     send, receive = make_ends(config, hidden_size)
     hidden = torch.randn(batch, length, hidden_size, dtype=dtype, requires_grad=True)
     copy = hidden.detach().clone().requires_grad_()
     weight = torch.randn(batch, length, hidden_size, dtype=dtype)
     token_ids = torch.randint(VOCAB, (batch, length))
-    kind = kinds(length, first_token)
+    kind = kinds(length, starts)
 
     (packed,) = send(hidden, KEY, token_ids, kind)
     packed.retain_grad()
     received = receive((packed,), KEY, token_ids, kind, length, dtype)
     (received * weight).sum().backward()
 
-    mask = sent_mask(config, batch, length, hidden_size, first_token)
-    fill = torch.zeros(()) if config.predictor == "none" else receive.coder.predict(token_ids)
+    mask = sent_mask(config, batch, length, hidden_size, starts)
+    fill = torch.zeros(()) if config.predictor == "none" else receive.coder.predict(token_ids, kind)
     expected = oracle(copy, mask, fill, config, dtype)
     (expected * weight).sum().backward()
 
@@ -109,40 +120,51 @@ def check_against_oracle(config, batch, length, hidden_size, dtype, first_token)
 def test_equals_the_oracle(batch, length, hidden_size, mask_ratio, wire_dtype, dtype, exact, predictor, data):
     torch.manual_seed(0)
     config = masked(mask_ratio, exact_first_token=exact, predictor=predictor, wire_dtype=wire_dtype)
-    positions = st.none() | st.lists(st.integers(0, length - 1), min_size=batch, max_size=batch).map(torch.tensor)
-    check_against_oracle(config, batch, length, hidden_size, dtype, data.draw(positions))
+    starts = st.lists(st.integers(0, length - 1), unique=True, max_size=4)  # none: it continues a sequence
+    rows = st.none() | st.lists(starts, min_size=batch, max_size=batch)
+    check_against_oracle(config, batch, length, hidden_size, dtype, data.draw(rows))
 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-def test_equals_the_oracle_at_the_size_of_a_real_model(exact, wire_dtype):
+@pytest.mark.parametrize("starts", [[[0], [5], [15]], [[0, 6, 9], [], [3]]], ids=["one start", "packed"])
+def test_equals_the_oracle_at_the_size_of_a_real_model(exact, wire_dtype, starts):
     torch.manual_seed(0)
     config = masked(0.95, exact_first_token=exact, predictor="mean", wire_dtype=wire_dtype)
-    check_against_oracle(config, 3, 16, 576, torch.float32, torch.tensor([0, 5, 15]))
+    check_against_oracle(config, 3, 16, 576, torch.float32, starts)
 
 
 def test_layout_with_an_exact_first_token():
     """The other tokens' kept values in order, then the exact token."""
     config = masked(0.75, exact_first_token=True)
     hidden = torch.randn(2, 4, 8)
-    (packed,) = BoundarySend(config, BOUNDARY, 8)(hidden, KEY, None, kinds(4, torch.tensor([2, 0])))
+    (packed,) = BoundarySend(config, BOUNDARY, 8)(hidden, KEY, None, kinds(4, [[2], [0]]))
     kept = kept_indices(boundary_key(KEY, BOUNDARY), 8, 8, 2, "cpu").view(2, 4, 2)
     values = hidden.gather(2, kept)
     assert torch.equal(packed[0], torch.cat([values[0, [0, 1, 3]].flatten(), hidden[0, 2]]))
     assert torch.equal(packed[1], torch.cat([values[1, 1:].flatten(), hidden[1, 0]]))
 
 
-def test_first_position():
-    assert first_position(None) is None
-    kind = torch.tensor([[FIRST, TOKEN, TOKEN], [0, FIRST, TOKEN], [FIRST, TOKEN, FIRST], [TOKEN, TOKEN, TOKEN]])
-    # A packed row's own first one; a row that continues a sequence has none, and its position 0 stands in.
-    assert first_position(kind).tolist() == [0, 1, 0, 0]
+def test_all_first_tokens_of_a_packed_row_are_exact_as_long_as_they_take_half_of_the_values():
+    config = masked(
+        0.5, exact_first_token=True
+    )  # 9 x 32 + 64 = 352 values in a row of ten: two and a half tokens' half
+    send, receive = make_ends(config, 64)
+    hidden, kind = torch.randn(3, 10, 64), kinds(10, [[0, 3, 7], [2, 5], [4]])
+    (packed,) = send(hidden, KEY, None, kind)
+    assert packed.shape == (3, 352)
+    received = receive((packed,), KEY, None, kind, 10, torch.float32)
+    exact = (received == hidden).all(dim=2)
+    assert [row.nonzero().squeeze(1).tolist() for row in exact] == [[0, 3], [2, 5], [4]]
+    # What a second whole token takes, the eight others lack alike: 4 of 32 values each.
+    others = (received != 0).sum(2)[0][~exact[0]]
+    assert others.tolist() == [28] * 8
 
 
 def test_packed_gradient_is_the_dense_gradient_on_the_sent_entries():
     config = masked(0.9, exact_first_token=True, wire_dtype="bfloat16")
     send, receive = make_ends(config, 64)
-    kind = kinds(5, torch.tensor([1, 0, 3]))
+    kind = kinds(5, [[1], [0, 2], []])
     (wire,) = wire_tensors(config, 64, 3, 5, True, "cpu")
     packed = torch.randn(wire.shape).bfloat16().requires_grad_()
     gradient = torch.randn(3, 5, 64)

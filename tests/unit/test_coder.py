@@ -79,7 +79,7 @@ def test_hidden_states_survive_and_first_tokens_are_exact(predictor):
     hidden, token_ids, kind = batch()
     packed = sender.encode(hidden, token_ids, kind)
     assert packed.shape == (BATCH, config.sequence_bytes(LENGTH, HIDDEN, "forward"))
-    decoded, predicted = receiver.decode(packed, token_ids, kind), receiver.predict(token_ids)
+    decoded, predicted = receiver.decode(packed, token_ids, kind), receiver.predict(token_ids, kind)
     assert torch.equal(decoded[kind == FIRST], hidden[kind == FIRST].bfloat16().float())
     assert torch.equal(decoded[kind == PADDING], predicted[kind == PADDING])
     tokens = (kind == TOKEN) | (kind == TARGET)
@@ -87,11 +87,39 @@ def test_hidden_states_survive_and_first_tokens_are_exact(predictor):
     assert float(error.square().sum()) < 0.05 * float(surprise.square().sum())
 
 
+@pytest.mark.parametrize(
+    "codec", ["transform", "whole bits", "subspace", "bottleneck", "topk", "topk_free_indices", "quantize"]
+)
+def test_starts_of_packed_sequences_are_exact_within_the_same_bytes(codec):
+    """As many as half of the bytes hold; the others are coded as ordinary tokens."""
+    options = {"entropy_coded": False} if codec == "whole bits" else {}
+    codec = "transform" if codec == "whole bits" else codec
+    config = BoundaryConfig(codec, exact_first_token=True, predictor="token", budget=0.4, **options)
+    sender, receiver = make_coders(config)
+    hidden, token_ids, kind = batch()
+    packed = sender.encode(hidden, token_ids, kind)
+    num_bytes = config.sequence_bytes(LENGTH, HIDDEN, "forward")
+    assert packed.shape == (BATCH, num_bytes)
+    decoded, starts = receiver.decode(packed, token_ids, kind)[2], (kind[2] == FIRST).nonzero().squeeze(1)
+    exact = (decoded == hidden[2].bfloat16().float()).all(dim=1)
+    assert exact.nonzero().squeeze(1).tolist() == starts[: num_bytes // 2 // (2 * HIDDEN)].tolist()
+    assert bool(decoded.isfinite().all())
+
+
+def test_a_packed_start_is_not_predicted_from_the_sequence_before():
+    coder, _ = make_coders()
+    token_ids = torch.randint(VOCAB, (BATCH, LENGTH))
+    other = token_ids.clone()
+    other[2, 3] += 1  # the last of the first of three packed sequences
+    before, after = (coder.predict(ids % VOCAB, KIND)[2] for ids in (token_ids, other))
+    assert (before != after).any(dim=1).nonzero().squeeze(1).tolist() == [3]
+
+
 def test_without_transforms_a_coder_only_predicts():
     config = BoundaryConfig("random_mask", mask_ratio=0.5, predictor="mean")
     coder = BoundaryCoder(config, HIDDEN, BoundaryFit(torch.randn(1, HIDDEN), None, None, 0.0), None)
     assert coder.forward is None and coder.backward is None
-    assert torch.equal(coder.predict(torch.zeros(2, 3).long()), coder.fit.weights.expand(2, 3, HIDDEN))
+    assert torch.equal(coder.predict(torch.zeros(2, 3).long(), None), coder.fit.weights.expand(2, 3, HIDDEN))
 
 
 def test_gradients_are_coded_by_themselves_whatever_their_scale():

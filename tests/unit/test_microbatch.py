@@ -31,8 +31,15 @@ def test_padding_on_either_side():
 
 
 def test_packed_rows_have_a_first_token_per_sequence():
-    positions = [[0, 1, 2, 0, 1], [2, 3, 0, 1, 0]]
-    assert kinds([[0, 1, 1, 0, 1], [1, 1, 0, 1, 0]], position_ids=positions) == ["FTtFt", "TtFtF"]
+    positions = [[0, 1, 2, 0, 1], [2, 3, 0, 1, 2]]
+    assert kinds([[0, 1, 1, 0, 1], [1, 1, 0, 1, 1]], position_ids=positions) == ["FTtFt", "TtFTt"]
+
+
+def test_what_fills_a_packed_row_up_is_padding():
+    """As is a sequence of one token, which looks the same; not one that predicts a label."""
+    positions = [[0, 1, 2, 0, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
+    assert kinds([[0, 1, 1, 0, 0], [0, 0, 1, 0, 1], [0] * 5], position_ids=positions) == ["FTt..", ".FtFt", "....."]
+    assert kinds([[0, 1, 0, 0, 0]], position_ids=[[0, 0, 0, 0, 0]]) == ["F...."]
 
 
 def test_positions_of_padding_are_no_sequence():

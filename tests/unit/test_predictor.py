@@ -54,14 +54,19 @@ def test_projected_embedding_of_scaled_rows_is_the_same():
     assert torch.equal(project_embedding(weight, SIZE), project_embedding(scaled, SIZE))
 
 
-def test_features_are_this_token_the_previous_one_and_a_constant():
+@pytest.mark.parametrize("starts", [[], [(0, 0), (1, 2), (2, 0), (2, 3)]], ids=["rows", "packed"])
+def test_features_are_this_token_the_previous_one_of_its_sequence_and_a_constant(starts):
     table = torch.randn(VOCAB, SIZE).bfloat16()
     ids = torch.randint(VOCAB, (3, 4))
-    features = token_features(table, ids)
+    is_start = torch.zeros(3, 4, dtype=torch.bool)
+    for start in starts:
+        is_start[start] = True
+    features = token_features(table, ids, is_start) if starts else token_features(table, ids)
     assert features.shape == (3, 4, num_features(table)) and features.dtype == torch.float32
     for row in range(3):
         for position in range(4):
-            before = table[ids[row, position - 1]].float() if position else torch.zeros(SIZE)
+            begins = position == 0 or (row, position) in starts
+            before = torch.zeros(SIZE) if begins else table[ids[row, position - 1]].float()
             expected = torch.cat([table[ids[row, position]].float(), before, torch.ones(1)])
             assert torch.equal(features[row, position], expected)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    DefaultDataCollator,
     LlamaModel,
     MixtralConfig,
     MixtralForCausalLM,
@@ -195,6 +197,40 @@ def test_batches_without_labels(build):
     for run in (trainer.train, trainer.evaluate):
         with pytest.raises(ValueError, match="no labels.*input_ids, attention_mask.*DataCollatorForLanguageModeling"):
             run()
+
+
+RAW = [
+    (datasets.Dataset.from_dict({"text": ["a b"] * 4}), "text"),
+    (datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}] * 4), "messages"),
+    ([{"prompt": "a", "completion": "b"}] * 4, "prompt, completion"),
+]
+
+
+@pytest.mark.parametrize("data,columns", RAW, ids=["text", "messages", "a list"])
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_text_that_nobody_has_tokenised(build, data, columns, name):
+    given = {"data_collator": DefaultDataCollator(), "train_dataset": token_table(), name: data}
+    message = rf"{name} has no input_ids \(only {columns}\).*Tokenise it.*MeshAdaptSFTTrainer"
+    with pytest.raises(ValueError, match=message):
+        build(**given)
+    if name == "eval_dataset":
+        with pytest.raises(ValueError, match=message):
+            build(**{**given, name: {"good": token_table(), "bad": data}})
+    build(**{**given, "data_collator": lambda rows: None})  # may tokenise by itself
+
+
+def test_text_that_is_tokenised_as_it_is_read(build):
+    data = RAW[0][0].with_transform(lambda rows: {"input_ids": [[1, 2]] * len(rows["text"])})
+    build(train_dataset=data, data_collator=DefaultDataCollator(), args={"remove_unused_columns": False})
+
+
+def test_streams_of_text(build):
+    with pytest.raises(ValueError, match="train_dataset has no input_ids"):
+        build(train_dataset=RAW[0][0].to_iterable_dataset(), data_collator=DefaultDataCollator())
+
+
+def token_table() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 4, "labels": [[1, 2]] * 4})
 
 
 class Empty(Rows):

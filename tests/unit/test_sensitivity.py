@@ -31,8 +31,9 @@ def test_offsets_are_those_of_the_regression_up_to_rounding():
     features_of, felt = table(), 0.15 * torch.randn(2, 2 * SIZE + 1)
     felt[:, -1] += 1
     sensitivity = TokenSensitivity(BoundaryFit(torch.zeros(1, HIDDEN), None, None, 0.0, felt=felt), features_of)
-    ids, kind = torch.randint(VOCAB, (40,)), torch.tensor([FIRST] + [TOKEN, TARGET] * 15 + [PADDING] * 9)
-    roots = (token_features(features_of, ids[None])[0] * felt[(kind == TARGET).long()]).sum(1).double()
+    ids, kind = torch.randint(VOCAB, (40,)), torch.tensor(([FIRST] + [TOKEN, TARGET] * 7) * 2 + [PADDING] * 10)
+    features = token_features(features_of, ids[None], kind[None] == FIRST)[0]
+    roots = (features * felt[(kind == TARGET).long()]).sum(1).double()
     expected = -0.5 * CAUTION * 8 * roots.clamp(0.5, 2).log2() * UNITS
     offsets = sensitivity.offsets(ids.numpy(), kind.numpy())
     assert offsets.dtype == np.int64

@@ -1,0 +1,89 @@
+"""What `MeshAdaptSFTConfig` and `MeshAdaptSFTTrainer` refuse of TRL, beside what every mesh trainer refuses."""
+
+from __future__ import annotations
+
+import inspect
+import os
+
+from .pipeline.microbatch import largest_divisor
+
+# Options of SFTConfig that a mesh would ignore or get wrong, and what to do instead.
+UNSUPPORTED_OPTIONS = {
+    "padding_free": "it makes one row of a batch, and microbatches are cut between rows. Unset it; packing=True needs it "
+    "no more",
+    "activation_offloading": "stages run outside of TRL's training step. Use gradient_checkpointing=True",
+    "model_init_kwargs": "every rank loads its own stage. Set model_dtype, or pass a model that is loaded",
+    "router_aux_loss_coef": "a stage has the routers of its own layers only. Set it to 0.0",
+}
+# Arguments of SFTTrainer that a mesh would ignore or get wrong.
+UNSUPPORTED_ARGUMENTS = {
+    "peft_config": "adapters would not be saved as peft reads them. Leave it out and train the weights",
+    "quantization_config": "quantized weights cannot be saved by stages. Leave it out and set model_dtype='bfloat16'",
+}
+
+
+def refuse_options(args) -> None:
+    """Raises NotImplementedError for options of `MeshAdaptSFTConfig` before TRL resolves them."""
+    for name, reason in UNSUPPORTED_OPTIONS.items():
+        if getattr(args, name):
+            raise NotImplementedError(f"{name}={getattr(args, name)!r}: {reason}")
+    if args.loss_type != "nll":
+        raise NotImplementedError(
+            f"loss_type={args.loss_type!r}: the loss is the model's own, summed over the last stage. Use 'nll'"
+        )
+    template = args.chat_template_path
+    if template is not None and not (os.path.isfile(template) and template.endswith((".jinja", ".j2"))):
+        raise NotImplementedError(
+            f"chat_template_path={template!r}: another tokenizer's template resizes the embedding, of which a stage has "
+            "none or a part. Give a .jinja file, or call trl.clone_chat_template before you make the trainer"
+        )
+
+
+def refuse_arguments(model, args, trainer_arguments: dict) -> None:
+    """Raises NotImplementedError for arguments of the trainer.
+
+    Args:
+        model: as it was given, a name or a model.
+        trainer_arguments: all others, by name.
+    """
+    for name, reason in UNSUPPORTED_ARGUMENTS.items():
+        if trainer_arguments.get(name) is not None:
+            raise NotImplementedError(f"{name}: {reason}")
+    if args.trust_remote_code and isinstance(model, str):
+        raise NotImplementedError(
+            f"trust_remote_code=True with model={model!r}: stages of remote-code models are not loaded by name. Load the "
+            "model with AutoModelForCausalLM.from_pretrained and pass it"
+        )
+    dataset = trainer_arguments.get("train_dataset")
+    # TRL looks at the first row too, where a stream does not know its columns.
+    columns = (dataset.column_names or next(iter(dataset), ())) if hasattr(dataset, "column_names") else ()
+    images = {"image", "images"} & set(columns)
+    if images:
+        raise NotImplementedError(
+            f"train_dataset has a column {min(images)}: vision-language data cannot be cut into microbatches. Use a text "
+            "data set, or remove the column"
+        )
+
+
+def refuse_packing(model, args) -> None:
+    """Raises NotImplementedError where packed sequences would not be kept apart.
+
+    Transformers keeps them apart by positions that start anew: in the masks of sdpa and eager attention for any number
+    of rows, under flash attention for one row at a time, and in recurrent layers not at all.
+    """
+    what = f"packing=True with packing_strategy={args.packing_strategy!r}: packed sequences"
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    recurrent = getattr(model, "_is_stateful", False) or any("attention" not in k or "linear" in k for k in kinds)
+    if recurrent or "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise NotImplementedError(
+            f"{what} of a {type(model).__name__} would see each other: it takes no positions that start anew. Use "
+            "packing_strategy='wrapped', which lets them, or packing=False"
+        )
+    attention, microbatches = model.config._attn_implementation, args.pipeline_microbatches
+    sizes = ("per_device_train_batch_size", "per_device_eval_batch_size")
+    for rows, name in ((getattr(args, name), name) for name in sizes):
+        if "flash" in (attention or "") and rows != largest_divisor(rows, microbatches):
+            raise NotImplementedError(
+                f"{what} would see each other in {attention} with more than one row in a microbatch. Set {name}={rows} and "
+                f"pipeline_microbatches={microbatches} to the same number, or use attn_implementation='sdpa'"
+            )
