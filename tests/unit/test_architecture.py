@@ -38,6 +38,13 @@ PURE = [
     "boundary/step_size.py",
     "boundary/entropy_coder.py",
     "presets.py",
+    "spectral/config.py",
+    "spectral/factors.py",
+    "spectral/prior.py",
+    "spectral/priors.py",
+    "spectral/correction.py",
+    "spectral/compressor.py",
+    "spectral/optimizer.py",
     "pipeline/partition.py",
     "pipeline/layout.py",
     "pipeline/microbatch.py",
@@ -49,7 +56,7 @@ HEAVY = ("torch.distributed", "accelerate", "transformers")
 # A module may import its own layer and those before it.
 LAYERS = [
     {"config", "mesh"},
-    {"presets", "planner", "memory", "boundary", "gradients", "sampling", "waiting"},
+    {"presets", "planner", "memory", "boundary", "spectral", "gradients", "sampling", "waiting"},
     {
         "metering",
         "figures",

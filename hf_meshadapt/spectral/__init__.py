@@ -1,0 +1,1 @@
+"""Anchor priors as low-rank factors, and the optimizer wrapper that corrects gradients with them."""
