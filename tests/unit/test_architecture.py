@@ -45,6 +45,12 @@ PURE = [
     "spectral/correction.py",
     "spectral/compressor.py",
     "spectral/optimizer.py",
+    "anchor/messages.py",
+    "anchor/frames.py",
+    "anchor/pacing.py",
+    "anchor/blockwise.py",
+    "anchor/snapshot.py",
+    "anchor/schedule.py",
     "pipeline/partition.py",
     "pipeline/layout.py",
     "pipeline/microbatch.py",
@@ -56,7 +62,7 @@ HEAVY = ("torch.distributed", "accelerate", "transformers")
 # A module may import its own layer and those before it.
 LAYERS = [
     {"config", "mesh"},
-    {"presets", "planner", "memory", "boundary", "spectral", "gradients", "sampling", "waiting"},
+    {"presets", "planner", "memory", "boundary", "spectral", "gradients", "sampling", "waiting", "anchor"},
     {
         "metering",
         "figures",

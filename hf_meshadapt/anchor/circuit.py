@@ -1,0 +1,158 @@
+"""The anchor's loop: newest snapshots in, unmasked passes, priors out. What it works with is handed in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .fast_link import Source
+from .messages import Message
+from .schedule import NO_VERSION, agree
+from .snapshot import SnapshotDecoder
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+Tensors = dict[str, Tensor]
+
+
+class CircuitLink(Protocol):
+    """What the loop needs of a link; see `anchor_link.AnchorLink`, where errors and deadlines are."""
+
+    done: bool
+    sources: tuple[Source, ...]
+    newer_waits: bool
+
+    def take(self, timeout_seconds: float) -> Message | None: ...
+
+    def send(self, stage: int, fields: dict, tensors: Tensors) -> bool: ...
+
+    def flush(self, timeout_seconds: float) -> None: ...
+
+
+class AnchorCircuit:
+    """Runs until the fast circuit says that it is done.
+
+    Args:
+        link: to the fast circuit.
+        gradients: (weights, batch) to the gradients of that batch's loss by parameter name. Weights are float32 views
+            of the anchor's copy, which it must not write to.
+        batches: the anchor's own data, without an end.
+        compress: gradients by name to the tensors of a prior, under names that the fast circuit's end understands.
+        anchor_batches: passes per snapshot, whose gradients are averaged.
+        flush_seconds: deadline of a prior's way to its stage.
+        num_batches: that earlier runs took from the data; `batches` begins after them.
+
+    Raises:
+        ValueError: `anchor_batches` below 1.
+
+    Attributes:
+        num_priors: sent, counted once for all stages.
+        num_batches: taken from the data.
+    """
+
+    def __init__(
+        self,
+        link: CircuitLink,
+        gradients: Callable[[Tensors, Any], Tensors],
+        batches: Iterator[Any],
+        compress: Callable[[Tensors], Tensors],
+        anchor_batches: int = 1,
+        flush_seconds: float = 600.0,
+        num_batches: int = 0,
+    ):
+        if anchor_batches < 1:
+            raise ValueError(f"anchor_batches={anchor_batches} must be at least 1")
+        self._link, self._gradients, self._batches, self._compress = link, gradients, batches, compress
+        self._anchor_batches, self._flush_seconds = anchor_batches, flush_seconds
+        self._decoders: dict[tuple[int, int], SnapshotDecoder] = {}
+        self._last_version = NO_VERSION
+        self.num_priors = 0
+        self.num_batches = num_batches
+
+    def run(self) -> None:
+        """The loop.
+
+        Raises:
+            LinkError: the fast circuit could not be reached, refused the anchor, or took too long to take a prior.
+            MessageError: it sent what does not fit.
+            ValueError: the data ended, or gradients lack a parameter.
+        """
+        passed_over = False
+        while not self._link.done:
+            message = self._link.take(POLL_SECONDS)
+            if message is not None:
+                self._decode(message)
+            sources = self._link.sources  # once a round: a lost link changes them
+            version = self._whole_version(sources)
+            # Not "newer": a fast circuit that resumed from a checkpoint counts from there.
+            if version in (NO_VERSION, self._last_version):
+                continue
+            if self._link.newer_waits and not passed_over:
+                passed_over = True  # once: who decodes slower than snapshots come would never get to a pass
+                continue
+            passed_over, self._last_version = False, version
+            self._answer(version, self._weights(sources))
+
+    def _decode(self, message: Message) -> None:
+        key = message.fields["stage"], message.fields["slice"]
+        self._decoders.setdefault(key, SnapshotDecoder()).decode(message)
+
+    def _whole_version(self, sources: tuple[Source, ...]) -> int:
+        """The version that all sources' weights have, `NO_VERSION` while they differ."""
+        keys = [(source.stage, source.slice) for source in sources]
+        if not all(key in self._decoders for key in keys):
+            return NO_VERSION
+        return agree([[self._decoders[key].version] for key in keys])
+
+    def _answer(self, version: int, stages: dict[int, Tensors]) -> None:
+        whole = {name: tensor for weights in stages.values() for name, tensor in weights.items()}
+        gradients = self._mean_gradients(whole)
+        broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+        if broken:
+            logger.warning("no prior of step %d: gradients are not finite: %s", version, ", ".join(broken[:3]))
+            return
+        self._link.flush(self._flush_seconds)
+        if self._link.done:
+            return
+        for stage, weights in stages.items():
+            missing = [name for name in weights if name not in gradients]
+            if missing:
+                raise ValueError(f"the anchor's gradients lack {', '.join(missing[:3])}, which stage {stage} trains")
+            tensors = self._compress({name: gradients[name] for name in weights})
+            if not self._link.send(stage, {"version": version, "num_batches": self.num_batches}, tensors):
+                logger.warning("stage %d is not connected: it gets no prior of step %d", stage, version)
+        self.num_priors += 1
+
+    def _weights(self, sources: tuple[Source, ...]) -> dict[int, Tensors]:
+        """By stage and name, the slices put together."""
+        parts_of: dict[int, list[tuple[int, SnapshotDecoder]]] = {}
+        for source in sources:
+            decoder = self._decoders[source.stage, source.slice]
+            parts_of.setdefault(source.stage, []).append((source.slice, decoder))
+        weights = {}
+        for stage, parts in sorted(parts_of.items()):
+            blocks = torch.cat([decoder.reference for _, decoder in sorted(parts, key=lambda part: part[0])])
+            layout = parts[0][1].layout
+            if len(blocks) != layout.num_blocks:
+                raise ValueError(
+                    f"the slices of stage {stage} do not make up its weights: are all sources of one run?"
+                )
+            weights[stage] = layout.unpack(blocks)
+        return weights
+
+    def _mean_gradients(self, weights: Tensors) -> Tensors:
+        total: Tensors = {}
+        for _ in range(self._anchor_batches):
+            batch = next(self._batches, None)
+            if batch is None:
+                raise ValueError(f"the anchor's data ended after {self.num_batches} batches: repeat it without an end")
+            self.num_batches += 1
+            for name, gradient in self._gradients(weights, batch).items():
+                share = gradient.detach().float() / self._anchor_batches
+                total[name] = total[name] + share if name in total else share
+        return total
