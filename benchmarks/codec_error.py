@@ -64,7 +64,7 @@ def errors(config: BoundaryConfig, fit: BoundaryFit, table: Tensor, kept) -> dic
     for hidden, gradient, ids, kind in kept:
         coded = kind != PADDING
         coded[:, 0] = False  # travels whole
-        expected = coder.predict(ids)
+        expected = coder.predict(ids, kind)
         decoded = coder.decode(coder.encode(hidden, ids, kind), ids, kind)
         back = coder.decode_gradient(coder.encode_gradient(gradient, kind), kind)
         felt = fit.forward.analysis.T
