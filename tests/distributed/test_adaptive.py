@@ -8,7 +8,7 @@ import pytest
 
 from hf_meshadapt import adaptive
 from tests import traffic
-from tests.distributed.test_calibrated import CALIBRATED, INTERLEAVED, assert_same_as_emulated
+from tests.distributed.test_calibrated import CALIBRATED, INTERLEAVED, assert_same_as_emulated, run_both
 from tests.runs import assert_same_run, fork, train
 
 FLOOR = 0.3
@@ -33,11 +33,8 @@ def assert_between(budgets: tuple[float, ...], num_boundaries: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_distributed_equals_emulated_bit_for_bit(case, tmp_path):
-    kind, stages, replicas, options = CASES[case]
-    options = dict(kind=kind, pipeline_stages=stages, **options)
-    ranks = fork(train, stages * replicas, folder=tmp_path / "ranks", **options)
-    (emulated,) = fork(train, 1, folder=tmp_path / "emulated", data_parallel_replicas=replicas, **options)
-    assert_same_as_emulated(ranks, emulated)
+    _, stages, _, options = CASES[case]
+    ranks, emulated = run_both(*CASES[case], tmp_path)
     assert_between(emulated["budgets"], stages * options.get("pipeline_chunks_per_rank", 1) - 1)
     assert all(run["budgets"] == emulated["budgets"] and not run["warnings"] for run in ranks)
 

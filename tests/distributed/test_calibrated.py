@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,12 +52,17 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_distributed_equals_emulated_bit_for_bit(case, tmp_path):
-    kind, stages, replicas, options = CASES[case]
-    options = dict(kind=kind, pipeline_stages=stages, **options)
-    ranks = fork(train, stages * replicas, folder=tmp_path / "ranks", **options)
-    (emulated,) = fork(train, 1, folder=tmp_path / "emulated", data_parallel_replicas=replicas, **options)
-    assert_same_as_emulated(ranks, emulated)
+    ranks, emulated = run_both(*CASES[case], tmp_path)
     assert all(run["calibrations"] == 1 and not run["warnings"] for run in (*ranks, emulated))
+
+
+def run_both(kind: str, stages: int, replicas: int, options: dict, folder: Path) -> tuple[list[dict], dict]:
+    """Outcomes over ranks and in the emulated mesh, which are the same."""
+    options = dict(kind=kind, pipeline_stages=stages, **options)
+    ranks = fork(train, stages * replicas, folder=folder / "ranks", **options)
+    (emulated,) = fork(train, 1, folder=folder / "emulated", data_parallel_replicas=replicas, **options)
+    assert_same_as_emulated(ranks, emulated)
+    return ranks, emulated
 
 
 def assert_same_as_emulated(ranks: list[dict], emulated: dict) -> None:
