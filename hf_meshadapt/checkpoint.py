@@ -17,7 +17,16 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from hf_meshadapt.checkpoint_folder import INDEX_NAME, SINGLE_NAME, read_header, some_names, weight_map, write_json
+from hf_meshadapt.checkpoint_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    INDEX_NAME,
+    SINGLE_NAME,
+    read_header,
+    some_names,
+    weight_map,
+    write_json,
+)
 
 STAGE_SHARD = re.compile(r"model-stage-(\d{5})-of-(\d{5})-shard-(\d{5})-of-(\d{5})\.safetensors")
 STANDARD_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -146,6 +155,25 @@ def merge_index(folder: Path, stages: list[int] | None = None) -> list[Path]:
         write_json(partial, {"metadata": {"total_size": total_bytes}, "weight_map": names})
         os.replace(partial, folder / INDEX_NAME)
     return list(final.values())
+
+
+def install(partial: Path, folder: Path) -> None:
+    """Moves finished files into a folder; at no moment do old and new weights look like one model or adapter."""
+    names = {path.name for path in partial.iterdir()}
+    is_adapter = ADAPTER_WEIGHTS in names
+    if not is_adapter:
+        (folder / INDEX_NAME).unlink(missing_ok=True)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):  # left beside a model, from_pretrained would put it on
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        # An adapter does not replace a model: it may be the very one that it belongs to.
+        if not is_adapter and STANDARD_SHARD.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+        elif path.name in names and path.is_dir():  # a tokenizer's further chat templates; os.replace wants it empty
+            shutil.rmtree(path)
+    for name in sorted(names, key=lambda name: name in (INDEX_NAME, ADAPTER_WEIGHTS)):
+        os.replace(partial / name, folder / name)
+    partial.rmdir()
 
 
 def _complete_shards(folder: Path, stages: list[int] | None = None) -> list[Path]:

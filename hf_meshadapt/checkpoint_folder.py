@@ -6,6 +6,8 @@ Pure filesystem code (no torch). A checkpoint is an ordinary Hugging Face folder
     mesh_state/optimizer-stage-0000i.safetensors + .json   optimizer state by parameter name, one pair per stage
     mesh_state/rank-0000i.safetensors + .json              random number generators, scheduler, extras
     mesh_state/mesh.json                                   mesh shape, step, versions; written last
+
+Where adapters are trained, `adapter_config.json` and `adapter_model.safetensors` stand in place of config and weights.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 MESH_STATE = "mesh_state"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 MESH_FORMAT = 1
 PARTIAL_PREFIX = ".partial-"
 REPLACED_PREFIX = ".replaced-"
@@ -83,10 +86,10 @@ def read_header(path: Path) -> dict[str, dict]:
 
 
 def weight_map(folder: Path) -> dict[str, Path]:
-    """File that holds each stored weight, from the index, or from the single `model.safetensors`.
+    """File that holds each stored weight, from the index, or from the single `model.safetensors`, or an adapter's.
 
     Raises:
-        FileNotFoundError: the folder has neither.
+        FileNotFoundError: the folder has none of them.
         ValueError: the index is damaged or names a file outside the folder.
     """
     if (folder / INDEX_NAME).exists():
@@ -95,10 +98,12 @@ def weight_map(folder: Path) -> dict[str, Path]:
         if strange:
             raise ValueError(f"{folder / INDEX_NAME} names shards outside its folder: {strange}")
         return {weight: folder / name for weight, name in files.items()}
-    single = folder / SINGLE_NAME
-    if not single.exists():
-        raise FileNotFoundError(f"{folder} has no weights: neither {INDEX_NAME} nor {SINGLE_NAME} is there")
-    return dict.fromkeys(read_header(single), single)
+    for name in (SINGLE_NAME, ADAPTER_WEIGHTS):
+        if (folder / name).exists():
+            return dict.fromkeys(read_header(folder / name), folder / name)
+    raise FileNotFoundError(
+        f"{folder} has no weights: none of {INDEX_NAME}, {SINGLE_NAME}, {ADAPTER_WEIGHTS} is there"
+    )
 
 
 def save_mesh_info(folder: Path, mesh: dict, step: int) -> Path:

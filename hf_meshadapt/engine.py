@@ -59,17 +59,21 @@ class MeshEngine(Agreements):
         self.features: torch.Tensor | None = None  # token features, shared by all boundaries
         self.busy_seconds: float | None = None  # of the busiest rank in a pass; None measures, a test gives its own
         self._cut: tuple | None = None
+        self._adapter: torch.nn.Module | None = None
 
     def _make_groups(self) -> MeshGroups:
         return MeshGroups(self.topology, self.mesh.wire_backend, self.mesh.timeout_seconds, self.sockets)
 
     # Model -----------------------------------------------------------------------------------------------------------
 
-    def take_model(self, model, dtype: str, device: torch.device, optimizer: str):
+    def take_model(
+        self, model, dtype: str, device: torch.device, optimizer: str, peft_config=None, seed: int = 0
+    ) -> torch.nn.Module:
         """Returns this rank's part of a model or of the model of a name; see `pipeline.intake.take_model`.
 
         Args:
             optimizer: as in `TrainingArguments.optim`; its state counts in what must fit the device.
+            peft_config, seed: of adapters to be put on.
 
         Raises:
             ValueError: the device's memory does not suffice.
@@ -79,8 +83,10 @@ class MeshEngine(Agreements):
             where = self.topology.describe()
             check_resident(weights, layout, self.mesh, self.boundary, self.topology.stage, optimizer, device, where)
 
-        self._cut = take_model(model, dtype, self.mesh, self.topology.stage, check_memory)
-        return self._cut[0]
+        stage = self.topology.stage
+        trained, self._cut = take_model(model, dtype, self.mesh, stage, check_memory, peft_config, seed)
+        self._adapter = trained if trained is not self._cut[0] else None
+        return trained
 
     def build(
         self,
@@ -97,6 +103,8 @@ class MeshEngine(Agreements):
             NotImplementedError: the loss is not a sum over tokens divided by their number; on all ranks.
         """
         self.parts = build_stages(*self._cut, self.mesh, self.boundary, self.topology.stage, self.share, autocast)
+        if self._adapter is not None:
+            self.parts.take_adapter(self._adapter)
         self._take_loss(loss_function)
         # Data-parallel modules meet when they are made.
         with self.naming("data-parallel set-up with", self._replicas):
@@ -255,7 +263,7 @@ class MeshEngine(Agreements):
             vocab_size=layout.vocab_size,
             num_layers=layout.num_layers,
             chunk_parameters=self._chunk_parameters(),
-            tied_embeddings=layout.tied,
+            tied_embeddings=layout.tied and self._adapter is None,  # adapters leave it as it is
             embedding_size=layout.embedding_size,
         )
         return byte_plan(shape, self.mesh, self.boundary, sequences=rows, length=length, accumulation=accumulation)

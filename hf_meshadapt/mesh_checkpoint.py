@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from .adapter_checkpoint import merge_adapter, save_stage_adapter
 from .calibration import boundary_state, load_boundary_state
-from .checkpoint import STANDARD_SHARD, load_stage_weights, merge_index, save_stage, shard_name
+from .checkpoint import install, load_stage_weights, merge_index, save_stage, shard_name
 from .checkpoint_folder import (
-    INDEX_NAME,
+    ADAPTER_WEIGHTS,
     MESH_STATE,
     checkpoint_fault,
     commit,
@@ -69,7 +70,8 @@ class SaveSite:
         self.local_stages = sorted({peer % stages for peer in self.peers})
         self.writes_stage = not any(peer < self.rank and peer % stages == self.rank % stages for peer in self.peers)
         # A machine with the head of a tied embedding and not the first stage has nobody else to keep it.
-        self.keeps_copy = engine.parts.untied and stages - 1 in self.local_stages and 0 not in self.local_stages
+        trains_copy = engine.parts.untied and engine.parts.adapter is None
+        self.keeps_copy = trains_copy and stages - 1 in self.local_stages and 0 not in self.local_stages
         self.partial = self.final.with_name(f".partial-{name}")
         if self.is_leader:
             open_partial(self.final)
@@ -81,21 +83,24 @@ class SaveSite:
             gather_files([], self.partial, self.group, self.rank, shared=True)
 
     def write_weights(self) -> None:
-        """Every stage's weights into the partial folder, as one standard checkpoint at the leader."""
-        paths = []
+        """Every stage's weights, or its adapters, into the partial folder, as one standard checkpoint at the leader."""
+        paths, parts = [], self.engine.parts
         if self.writes_stage:
-            stages = 1 if self.group is None else self.engine.mesh.stages
-            parts = self.engine.parts
-            paths = save_stage(parts.model, parts.saved_names(), self.partial, self.engine.topology.stage, stages)
+            place = (self.partial, self.engine.topology.stage, 1 if self.group is None else self.engine.mesh.stages)
+            if parts.adapter is None:
+                paths = save_stage(parts.model, parts.saved_names(), *place)
+            else:
+                paths = save_stage_adapter(parts.adapter, parts.adapter_names, *place)
             if self.keeps_copy:
-                self._write_copy(stages)
+                self._write_copy(place[-1])
         if self.group is not None:
             streams = not self.keep_local and self.engine.topology.replica == 0 and 0 not in self.peers
             send = paths if streams else []
             gather_files(send, self.partial, self.group, self.rank, shared=self.shared or self.keep_local)
         if self.is_leader:
             whole = self.shared or (self.rank == 0 and not self.keep_local)
-            merge_index(self.partial, None if whole else [0] * self.keeps_copy + self.local_stages)
+            merge = merge_index if parts.adapter is None else merge_adapter
+            merge(self.partial, None if whole else [0] * self.keeps_copy + self.local_stages)
 
     def _write_copy(self, num_stages: int) -> None:
         # As the first stage's only shard here, under the embedding's name; it is not sent to rank 0.
@@ -121,20 +126,6 @@ def save_model(engine: MeshEngine, folder: Path, write_extras: Callable[[Path], 
     elif site.is_leader:
         shutil.rmtree(site.partial)  # its weights are on rank 0's machine; half a model would be taken for a whole one
     site.barrier()
-
-
-def install(partial: Path, folder: Path) -> None:
-    """Moves finished files into a folder; at no moment do old and new weights look like one model."""
-    (folder / INDEX_NAME).unlink(missing_ok=True)
-    names = {path.name for path in partial.iterdir()}
-    for path in folder.iterdir():
-        if STANDARD_SHARD.fullmatch(path.name) and path.name not in names:
-            path.unlink()
-        elif path.name in names and path.is_dir():  # a tokenizer's further chat templates; os.replace wants it empty
-            shutil.rmtree(path)
-    for name in sorted(names, key=lambda name: name == INDEX_NAME):
-        os.replace(partial / name, folder / name)
-    partial.rmdir()
 
 
 def save_checkpoint(
@@ -206,16 +197,23 @@ def layers_of(engine: MeshEngine) -> list[int]:
 
 
 def load_weights(engine: MeshEngine, folder: Path) -> None:
-    """This rank's weights from a checkpoint of any mesh shape.
+    """This rank's weights, or its adapters, from a checkpoint of any mesh shape.
 
     Raises:
-        ValueError: the checkpoint is not whole; says what is missing.
+        ValueError: the checkpoint is not whole, or an adapter where weights are trained, or weights where one is.
     """
     fault = checkpoint_fault(folder)
     if fault is not None:
         raise ValueError(f"{folder} is not a whole checkpoint of a mesh run ({fault}): use another")
     parts = engine.parts
-    load_stage_weights(parts.model, parts.saved_names(), folder, parts.stored_name_of_copy())
+    if (folder / ADAPTER_WEIGHTS).exists() != (parts.adapter is not None):
+        held, trained = ("a model", "an adapter") if parts.adapter is not None else ("an adapter", "a model")
+        raise ValueError(
+            f"{folder} holds {held}, and this run trains {trained}: resume with what wrote it, or start anew"
+        )
+    whole = (parts.saved_names(), parts.stored_name_of_copy())
+    owned, renamed = whole if parts.adapter is None else ([], parts.adapter_names)
+    load_stage_weights(parts.model, owned, folder, renamed)
 
 
 def load_state(engine: MeshEngine, folder: Path, optimizer: torch.optim.Optimizer, scheduler) -> None:

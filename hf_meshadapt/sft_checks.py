@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 
+from .pipeline.adapters import is_adapted
 from .pipeline.microbatch import largest_divisor
 
 # Options of SFTConfig that a mesh would ignore or get wrong, and what to do instead.
@@ -17,7 +18,6 @@ UNSUPPORTED_OPTIONS = {
 }
 # Arguments of SFTTrainer that a mesh would ignore or get wrong.
 UNSUPPORTED_ARGUMENTS = {
-    "peft_config": "adapters would not be saved as peft reads them. Leave it out and train the weights",
     "quantization_config": "quantized weights cannot be saved by stages. Leave it out and set model_dtype='bfloat16'",
 }
 
@@ -72,6 +72,7 @@ def refuse_packing(model, args) -> None:
     of rows, under flash attention for one row at a time, and in recurrent layers not at all.
     """
     what = f"packing=True with packing_strategy={args.packing_strategy!r}: packed sequences"
+    model = model.get_base_model() if is_adapted(model) else model
     kinds = set(getattr(model.config, "layer_types", None) or ())
     recurrent = getattr(model, "_is_stateful", False) or any("attention" not in k or "linear" in k for k in kinds)
     if recurrent or "position_ids" not in inspect.signature(type(model).forward).parameters:

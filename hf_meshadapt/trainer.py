@@ -28,6 +28,7 @@ from .arguments import MeshAdaptArguments
 from .batches import checked, drawn_alike, num_real, shard_by_replica, source_of, tensors_of, without_repeats
 from .engine import MeshEngine
 from .evaluation_loop import evaluation_loop
+from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
 from .progress import MeshProgressCallback
 from .sampling import EpochSampler
@@ -43,13 +44,15 @@ class MeshAdaptMixin:
         model: a causal language model, or the name or folder of one. Given a name, each rank loads only its own
             stage; a model instance is cut in place, so that the caller's object holds one stage afterwards.
         args: `MeshAdaptArguments`.
+        peft_config: a `LoraConfig` of peft: only the adapters are trained and saved. Their first values are those of
+            `set_seed(args.seed)` and `get_peft_model`. A `PeftModel` as the model keeps the values that it has.
 
     Everything else is as for the Trainer class below.
     """
 
     stands_in_for: type = Trainer  # whose compute_loss and prediction_step the stages' own forward replaces
 
-    def __init__(self, model=None, args: MeshAdaptArguments | None = None, *positional, **kwargs):
+    def __init__(self, model=None, args: MeshAdaptArguments | None = None, *positional, peft_config=None, **kwargs):
         if not isinstance(args, MeshAdaptArguments):
             raise ValueError(f"args must be MeshAdaptArguments, not {type(args).__name__}: change that name too")
         named = {**dict(zip(list(inspect.signature(super().__init__).parameters)[2:], positional)), **kwargs}
@@ -62,11 +65,13 @@ class MeshAdaptMixin:
             raise ValueError(
                 "model=None: give a model, or the name of one, of which each rank then loads its own stage"
             )
+        check_adapters(model, peft_config)
         mesh = args.mesh_config()
         self.engine = MeshEngine(mesh, args.boundary_config(), 0 if mesh.emulated else args.process_index)
         # State of an optimizer that the caller brings is not known here.
         own_optimizer = named.get("optimizer_cls_and_kwargs") or any(named.get("optimizers") or ())
-        model = self.engine.take_model(model, args.model_dtype, args.device, "" if own_optimizer else args.optim)
+        optimizer = "" if own_optimizer else args.optim
+        model = self.engine.take_model(model, args.model_dtype, args.device, optimizer, peft_config, args.seed)
         args._n_gpu = min(1, args.n_gpu)  # never DataParallel over the local GPUs
         super().__init__(model=model, args=args, **named)
         refuse_model(self)

@@ -21,7 +21,6 @@ BYPASSED_METHODS = {
 }
 # Attributes of models whose weights a mesh cannot save as their library does, and what to do.
 UNSAVABLE = {
-    "peft_config": "adapters would not be saved as peft reads them. Merge them (merge_and_unload) and train the weights",
     "hf_quantizer": "quantized weights cannot be saved by stages. Load the model in bfloat16 instead",
 }
 # The last stage would give its own part of these only.

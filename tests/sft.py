@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from hf_meshadapt import MeshAdaptSFTConfig, MeshAdaptSFTTrainer
@@ -62,34 +63,43 @@ def completions(num_rows: int, seed: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-# Data, and options of SFTConfig.
+LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+# Data, and options of SFTConfig; `lora` is for peft.
 CASES = {
     "text": (texts, {}),
     "messages": (chats, {"assistant_only_loss": True}),
     "completion": (completions, {"pad_to_multiple_of": 16}),
     "bfd": (texts, {"packing": True}),
     "wrapped": (texts, {"packing": True, "packing_strategy": "wrapped"}),
+    "lora": (texts, {"packing": True, "lora": LORA}),
 }
 
 
 def train_single(case: str, folder: str) -> dict:
     """TRL's own trainer in one process."""
     data, options = CASES[case]
+    options, lora = without_lora(options)
     args = SFTConfig(
         output_dir=folder,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
         **{**COMMON, **SHORT, **options},
     )
+    model = tiny_model("llama")
+    set_seed(args.seed)  # TRL makes adapters before it seeds anything
     trainer = SFTTrainer(
-        tiny_model("llama"),
+        model,
         args,
+        peft_config=lora,
         train_dataset=data(NUM_ROWS, 1),
         eval_dataset=data(NUM_EVAL_ROWS, 2),
         processing_class=tokenizer(),
     )
     trainer.train()
-    return outcome(trainer, trainer.model.state_dict())
+    state = trainer.model.state_dict()
+    if lora is not None:  # names as in the model itself; of the rest a mesh saves nothing
+        state = {name.removeprefix("base_model.model."): state[name] for name in state if "lora_" in name}
+    return outcome(trainer, state)
 
 
 def mesh_trainer(case: str, folder: str, model=None, **overrides) -> MeshAdaptSFTTrainer:
@@ -105,11 +115,18 @@ def mesh_trainer(case: str, folder: str, model=None, **overrides) -> MeshAdaptSF
         "eval_dataset": data(NUM_EVAL_ROWS, 2),
         "processing_class": tokenizer(),
     }
-    others |= arguments.pop("trainer", {})
+    arguments, lora = without_lora(arguments)
+    others |= {"peft_config": lora} | arguments.pop("trainer", {})
     args = MeshAdaptSFTConfig(
         output_dir=folder, per_device_train_batch_size=4, per_device_eval_batch_size=4, **arguments
     )
     return MeshAdaptSFTTrainer(model or tiny_model("llama"), args, **others)
+
+
+def without_lora(options: dict) -> tuple[dict, LoraConfig | None]:
+    """Options of the trainer's arguments, and of peft."""
+    lora = options.get("lora")
+    return {name: value for name, value in options.items() if name != "lora"}, lora and LoraConfig(**lora)
 
 
 def mesh_outcome(trainer: MeshAdaptSFTTrainer) -> dict:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from ..boundary.module import BoundaryReceive, BoundarySend
 from ..config import BoundaryConfig, MeshConfig
+from .adapters import stored_adapter_names
 from .layout import ModelLayout, find_layout, parameters_per_layer, prune, untie_head
 from .ownership import leftover_claims, leftover_owners, owned_names, saved_names
 from .partition import chunk_spans, split_layers
@@ -31,6 +32,8 @@ class ModelParts:
         spans: the layers of every chunk of the pipeline.
         stages: this rank's chunks by index.
         num_chunks: chunks in the pipeline.
+        adapter: the `PeftModel` around `model`, None where the weights themselves are trained.
+        adapter_names: of what this rank saves of it, name in an adapter file by name in `model`.
     """
 
     model: nn.Module
@@ -38,6 +41,8 @@ class ModelParts:
     spans: list[range]
     stages: dict[int, StageModule]
     num_chunks: int
+    adapter: nn.Module | None = None
+    adapter_names: dict[str, str] = field(default_factory=dict)
 
     @property
     def untied(self) -> bool:
@@ -62,12 +67,19 @@ class ModelParts:
 
     def saved_names(self) -> list[str]:
         """State-dict entries that this rank writes to a checkpoint."""
+        if self.adapter is not None:
+            return list(self.adapter_names)
         return [name for chunk, stage in self.stages.items() for name in saved_names(stage, chunk, self.num_chunks)]
 
     def stored_name_of_copy(self) -> dict[str, str]:
-        """Maps a tied head's copy to the name under which a checkpoint holds it."""
-        last_here = self.num_chunks - 1 in self.stages
-        return {self.layout.head_weight: self.layout.embedding_weight} if self.untied and last_here else {}
+        """Maps a tied head's copy to the name under which a checkpoint holds it; an adapter's holds neither."""
+        held = self.untied and self.adapter is None and self.num_chunks - 1 in self.stages
+        return {self.layout.head_weight: self.layout.embedding_weight} if held else {}
+
+    def take_adapter(self, adapter: nn.Module) -> None:
+        """From now on what is saved and loaded is this `PeftModel`'s adapter."""
+        owned = [name for stage in self.stages.values() for name in stage.owned_names]
+        self.adapter, self.adapter_names = adapter, stored_adapter_names(adapter, owned)
 
     def named_trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Everything that this rank's optimizer updates."""
@@ -130,13 +142,30 @@ def load_model(
         whole: its `outline_model`.
         dtype: `auto`, `float32` or `bfloat16`.
     """
+    layout = find_layout(whole)
+    spans = plan_spans(whole, layout, mesh)
+    model = load_own(source, whole, layout, spans, mesh, stage, dtype)
+    if layout.tied and mesh.num_chunks > 1:
+        _untie(model, layout, mesh, stage)
+    return model, layout, spans
+
+
+def load_own(
+    source: str, whole: nn.Module, layout: ModelLayout, spans: list[range], mesh: MeshConfig, stage: int, dtype: str
+) -> nn.Module:
+    """Loads a pretrained model, of it only this rank's parts (all where it runs all); a tied head is tied still.
+
+    Args:
+        source, whole, dtype: as for `load_model`.
+        layout: of `whole`.
+        spans: the layers of every chunk.
+    """
     from transformers import AutoModelForCausalLM
 
     dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     if mesh.num_chunks == 1 or mesh.emulated:
-        return cut_model(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), mesh, stage)
-    layout, model_class = find_layout(whole), type(whole)
-    spans = plan_spans(whole, layout, mesh)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    model_class = type(whole)
 
     def build_pruned(self, config, *args, **kwargs):
         model_class.__init__(self, config, *args, **kwargs)
@@ -159,9 +188,7 @@ def load_model(
     )
     model = pruned_class.from_pretrained(source, config=whole.config, dtype=dtype)
     model.__class__ = model_class
-    if layout.tied:
-        _untie(model, layout, mesh, stage)
-    return model, layout, spans
+    return model
 
 
 def _prune_for(model: nn.Module, layout: ModelLayout, spans: list[range], mesh: MeshConfig, stage: int) -> None:

@@ -24,6 +24,8 @@ class ModelLayout:
         tied: input embedding and output head are one matrix.
         hidden_size: width of the hidden state between layers.
         embedding_size: width of the input embedding; another one where the model projects it (OPT-350m).
+        embedding_weight, head_weight: the matrices' own names, within an adapter where one wraps them; the latter is
+            None without a head.
     """
 
     layers: str
@@ -34,14 +36,8 @@ class ModelLayout:
     hidden_size: int
     vocab_size: int
     embedding_size: int
-
-    @property
-    def embedding_weight(self) -> str:
-        return f"{self.embedding}.weight"
-
-    @property
-    def head_weight(self) -> str:
-        return f"{self.head}.weight"
+    embedding_weight: str
+    head_weight: str | None
 
 
 class ForeignLayer(nn.Module):
@@ -73,7 +69,10 @@ class ForeignMatrix(nn.Identity):
 
     def __init__(self, replaced: nn.Module):
         super().__init__()
-        self.register_buffer("weight", replaced.weight.detach().new_empty(0), persistent=False)
+        weight = replaced.weight
+        # What stood in on meta for another stage's matrix must not leave a tensor there.
+        device = "cpu" if weight.is_meta else weight.device
+        self.register_buffer("weight", torch.empty(0, dtype=weight.dtype, device=device), persistent=False)
 
 
 def _replace_matrix(model: nn.Module, name: str) -> None:
@@ -82,6 +81,13 @@ def _replace_matrix(model: nn.Module, name: str) -> None:
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def _weight_name(model: nn.Module, module: nn.Module) -> str:
+    """The name of the parameter that is the module's `weight`: further down where an adapter wraps a matrix."""
+    prefix, weight = _name_of(model, module), getattr(module, "weight", None)
+    names = (name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter is weight)
+    return f"{prefix}.{next(names, 'weight')}"
 
 
 def find_layout(model: nn.Module) -> ModelLayout:
@@ -117,6 +123,8 @@ def find_layout(model: nn.Module) -> ModelLayout:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         embedding_size=embedding.weight.shape[-1],
+        embedding_weight=_weight_name(model, embedding),
+        head_weight=_weight_name(model, head) if head is not None else None,
     )
 
 
@@ -152,14 +160,32 @@ def prune(model: nn.Module, layout: ModelLayout, spans: list[range], is_first: b
         _replace_matrix(model, layout.head)
 
 
+def fill_in(model: nn.Module, outline: nn.Module, layout: ModelLayout) -> None:
+    """Puts an outline's parts where `prune` took a model's own away, so that it looks whole again; in place.
+
+    Args:
+        outline: the whole model on meta; its parts are handed over.
+        layout: of the outline.
+    """
+    layers, outlined = model.get_submodule(layout.layers), outline.get_submodule(layout.layers)
+    for index, layer in enumerate(layers):
+        if isinstance(layer, ForeignLayer):
+            layers[index] = outlined[index]
+    for name in (layout.embedding, layout.head):
+        if isinstance(model.get_submodule(name), ForeignMatrix):
+            model.set_submodule(name, outline.get_submodule(name))
+    if layout.tied:
+        model.get_submodule(layout.head).weight = model.get_submodule(layout.embedding).weight
+
+
 def untie_head(model: nn.Module, layout: ModelLayout, drop_embedding: bool) -> None:
     """Gives the output head a weight of its own with the same values.
 
     The two copies are kept equal by summing their gradients: on a mesh they live on the two ends of the pipeline, and
     the emulated mesh holds both so that it accumulates gradients in the same order.
     """
-    head = model.get_submodule(layout.head)
-    tied = head.weight
-    head.weight = nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad)
+    holder = model.get_submodule(layout.head_weight.rpartition(".")[0])
+    tied = holder.weight
+    holder.weight = nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad)
     if drop_embedding:
         _replace_matrix(model, layout.embedding)

@@ -140,7 +140,24 @@ class StageModule(nn.Module):
             # The boundaries stay outside: their sums and codes keep the precision that they ask for.
             with self.autocast():
                 self.model(**inputs, **model_inputs, use_cache=False)
-            return self.send(self._exit.outgoing, key, token_ids, kind)
+            return self.send(self._in_graph(self._exit.outgoing), key, token_ids, kind)
+
+    def _in_graph(self, leaving: torch.Tensor) -> torch.Tensor:
+        """The hidden state that leaves the chunk, made to take a gradient where nothing before it is trained.
+
+        The next chunk sends its gradient back and the boundary codes it and is fitted to it, wanted or not.
+
+        Raises:
+            RuntimeError: what the chunk trains does not reach it.
+        """
+        if leaving.requires_grad or not torch.is_grad_enabled():
+            return leaving
+        if any(parameter.requires_grad for parameter in self.parameters()):
+            raise RuntimeError(
+                f"nothing that layers {self.span.start}-{self.span.stop - 1} train takes part in their output: with "
+                "gradient checkpointing set gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        return leaving.detach().requires_grad_()
 
     def _enter(self, incoming: torch.Tensor) -> dict[str, torch.Tensor]:
         """Lays the hidden state ready for the entry layer; returns the inputs that only tell the model its shape."""

@@ -45,9 +45,11 @@ def model_and_data(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "model", data
 
 
-def launch(launcher: str, model: Path, data: Path, folder: Path, *options: str) -> dict:
+def launch(
+    launcher: str, model: Path, data: Path, folder: Path, *options: str, script: str = "finetune_gsm8k.py"
+) -> dict:
     command = [
-        *LAUNCHERS[launcher], "examples/finetune_gsm8k.py", "--model_name_or_path", str(model),
+        *LAUNCHERS[launcher], f"examples/{script}", "--model_name_or_path", str(model),
         "--dataset_name", str(data), "--output_dir", str(folder), "--metrics_file", str(folder / "metrics.json"),
         "--pipeline_stages", "2", "--max_steps", "6", "--per_device_train_batch_size", "4",
         "--learning_rate", "1e-3", "--logging_steps", "2", "--save_strategy", "no", "--report_to", "none",
@@ -83,3 +85,19 @@ def test_every_launcher_gives_the_same_run(model_and_data, tmp_path):
     )
     command = [sys.executable, "-c", check, str(tmp_path / "accelerate"), str(tmp_path / "python")]
     subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
+
+
+@pytest.mark.slow
+def test_the_lora_example_leaves_an_adapter_that_peft_merges(model_and_data, tmp_path):
+    run = launch("accelerate", *model_and_data, tmp_path / "lora", "--lora_r", "4", script="finetune_lora.py")
+    assert run["loss_after"] < run["loss_before"]
+    assert "tied" not in run["planned_bytes_per_token"]
+    check = (
+        "import sys\n"
+        "from peft import AutoPeftModelForCausalLM\n"
+        "model = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1]).merge_and_unload()\n"
+        "model.save_pretrained(sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", check, str(tmp_path / "lora"), str(tmp_path / "merged")]
+    subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert (tmp_path / "merged" / "model.safetensors").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datasets
 import numpy as np
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -39,6 +40,22 @@ def tied_llama():
 def resized_llama():
     model = llama(tied=True)
     model.resize_token_embeddings(VOCAB + 7)
+    return model
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def prompt_tuning() -> PromptTuningConfig:
+    return PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+
+
+def llama_with_lora():
+    model = get_peft_model(tied_llama(), lora())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, and then A gets no gradient
+            torch.nn.init.normal_(parameter, std=0.1)
     return model
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import EarlyStoppingCallback, Trainer
+from peft import get_peft_model
+from transformers import EarlyStoppingCallback, Trainer, set_seed
 
 from hf_meshadapt.sampling import EpochSampler
 from tests.equality import Rows
@@ -91,6 +92,18 @@ def with_epoch_sampler(trainer_class: type) -> type:
         return EpochSampler(Trainer._get_train_sampler(self, dataset), self.args.seed)
 
     return type("Trainer", (Trainer,), {"_get_train_sampler": sampler})
+
+
+def with_peft_config(trainer_class: type) -> type:
+    """Gives plain Trainer what a script would do before it makes one."""
+    if trainer_class is not Trainer:
+        return trainer_class
+
+    def init(self, model, args, peft_config, **kwargs):
+        set_seed(args.seed)
+        Trainer.__init__(self, model=get_peft_model(model, peft_config), args=args, **kwargs)
+
+    return type("Trainer", (Trainer,), {"__init__": init})
 
 
 @dataclass(frozen=True)
@@ -199,6 +212,15 @@ FEATURES = [
     Feature("`optimizers=`, tied embeddings", MODEL, model=data.tied_llama, fresh=own_optimizer),
     Feature("`optimizer_cls_and_kwargs`, tied embeddings", MODEL, {}, {
         "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})}, model=data.tied_llama),
+    Feature("a `PeftModel` (LoRA), tied embeddings", MODEL, model=data.llama_with_lora),
+    Feature("`peft_config=LoraConfig(...)`", MODEL, fresh=lambda model: {"peft_config": data.lora()},
+            derive=with_peft_config),
+    Feature("`gradient_checkpointing` of a `PeftModel`", MODEL, {"gradient_checkpointing": True},
+            model=data.llama_with_lora),
+    Feature("`load_best_model_at_end` with a `PeftModel`", MODEL, {**BEST, "save_total_limit": 1}, metrics(),
+            model=data.llama_with_lora, run=keep_best),
+    Feature("prompt tuning (`PromptTuningConfig`)", MODEL, fresh=lambda model: {"peft_config": data.prompt_tuning()},
+            derive=with_peft_config),
     Feature("`config.output_hidden_states`", MODEL, model=lambda: data.llama(output_hidden_states=True)),
     Feature("`train()` twice", LOOP, run=train_twice),
     Feature("`torch_empty_cache_steps`", LOOP, {"torch_empty_cache_steps": 1}),

@@ -65,8 +65,11 @@ def run_feature(feature: Feature, mesh: tuple[int, int] | None, rows_factor: int
     trainer = feature.derive(MeshAdaptTrainer if mesh else Trainer)(args=args, **given)
     trainer.remove_callback(PrinterCallback)
     figures = feature.run(trainer)
-    state = trainer.model.state_dict()
+    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    state = model.state_dict()
     names = trainer.engine.parts.saved_names() if mesh else state
+    if model is not trainer.model:  # adapters: all else is frozen, and not saved
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     logs = {
         name: [float(log[name]) for log in trainer.state.log_history if name in log]
         for name in ("loss", "grad_norm", "eval_loss", "learning_rate")

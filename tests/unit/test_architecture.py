@@ -70,6 +70,7 @@ LAYERS = [
         "checkpoint_folder",
         "checkpoint_state",
         "checkpoint",
+        "adapter_checkpoint",
         "shard_transfer",
         "pipeline",
     },

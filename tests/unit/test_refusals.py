@@ -105,7 +105,7 @@ def test_losses_that_are_not_sums_over_tokens(build, stages):
         build(model=model, args=args)
 
 
-@pytest.mark.parametrize("name,remedy", [("peft_config", "merge_and_unload"), ("hf_quantizer", "model in bfloat16")])
+@pytest.mark.parametrize("name,remedy", [("peft_config", "Give the PeftModel"), ("hf_quantizer", "model in bfloat16")])
 def test_models_that_could_be_trained_and_not_saved(build, name, remedy):
     model = tiny_model("llama")
     setattr(model, name, SimpleNamespace(is_trainable=True))

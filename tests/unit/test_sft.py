@@ -110,14 +110,13 @@ def images():
 
 
 ARGUMENTS = [
-    ({"peft_config": SimpleNamespace()}, "peft_config: "),
     ({"quantization_config": SimpleNamespace()}, "quantization_config: .*model_dtype='bfloat16'"),
     ({"train_dataset": images()}, "train_dataset has a column images: vision-language data"),
     ({"train_dataset": images().to_iterable_dataset()}, "train_dataset has a column images: vision-language data"),
 ]
 
 
-@pytest.mark.parametrize("arguments,message", ARGUMENTS, ids=["peft", "quantization", "images", "stream of images"])
+@pytest.mark.parametrize("arguments,message", ARGUMENTS, ids=["quantization", "images", "stream of images"])
 def test_arguments_that_are_refused(build, arguments, message):
     with pytest.raises(NotImplementedError, match=message):
         build(trainer=arguments)
