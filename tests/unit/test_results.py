@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.quality_table import PAGES, with_table
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -12,6 +14,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def test_form(path):
     result = json.loads(path.read_text())
     assert set(result) == {"command", "machine", "date", "seeds", "rows"} and result["rows"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_tables_of_quality_say_what_the_results_say(path):
+    rows = json.loads((RESULTS / "boundary_quality.json").read_text())["rows"]
+    assert with_table(path.read_text(), rows, PAGES[path]) == path.read_text()
 
 
 def test_boundary_quality_means_follow_from_the_runs():
