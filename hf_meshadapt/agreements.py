@@ -17,6 +17,7 @@ from .waiting import Waiter
 
 # An error lists the ranks it may be about, up to so many.
 MAX_NAMED_PEERS = 8
+ALIKE = "Give all ranks the same data set, seed and data collator; a collator must not depend on the rank"
 
 
 class Agreements:
@@ -24,6 +25,7 @@ class Agreements:
 
     Attributes:
         groups: process groups, None in the emulated mesh.
+        agreed_lengths: of batches that all stages have read.
     """
 
     mesh: MeshConfig
@@ -31,6 +33,7 @@ class Agreements:
     step_meter: StepMeter
     waiter: Waiter
     groups: MeshGroups | None = None
+    agreed_lengths: set[int]
 
     def share(self, mine: dict) -> dict:
         """Merges {chunk: JSON-able value} over the stages of the pipeline."""
@@ -92,12 +95,52 @@ class Agreements:
 
     def from_judge(self, value):
         """Gives all ranks the JSON-able value of the process that computes metrics; others' values are ignored."""
+        return self.from_last_stages(value if self.is_judge else None)[0]
+
+    def from_last_stages(self, value) -> list:
+        """Gives all ranks the JSON-able values of the last stages, in order of replicas; others' values are ignored."""
         if self.groups is None:
-            return value
+            return [value]
         with self.naming("the metrics from", list(range(self.mesh.num_ranks))):
-            if self.topology.is_last:
-                value = exchange_json(value if self.is_judge else None, self.groups.replica_control)[0]
-            return exchange_json(value if self.topology.is_last else None, self.groups.control)[-1]
+            values = exchange_json(value, self.groups.replica_control) if self.topology.is_last else None
+            return exchange_json(values, self.groups.control)[-1]
+
+    def agree_on_length(self, length: int) -> None:
+        """To be called before a batch runs; an exchange over the pipeline only for a length that was not seen before.
+
+        Raises:
+            ValueError: the stages have batches of different lengths; on all of them. Gloo would abort the process that
+                gets more than it expects, and let pass what is shorter.
+        """
+        if self.groups is None or self.mesh.num_chunks == 1 or length in self.agreed_lengths:
+            return
+        lengths = self.share({self.topology.stage: length})
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{tokens} on stage {stage}" for stage, tokens in sorted(lengths.items()))
+            raise ValueError(
+                f"the stages of replica {self.topology.replica} have batches of different lengths ({found}). {ALIKE}"
+            )
+        self.agreed_lengths.add(length)
+
+    def agree_on_batches(self, digest: torch.Tensor, when: str) -> None:
+        """`refuse_unlike_batches` for the digest of what this stage has read, (2,)."""
+        digests = self.share({self.topology.stage: digest.tolist()})
+        self.refuse_unlike_batches(torch.tensor([numbers for _, numbers in sorted(digests.items())]), when)
+
+    def refuse_unlike_batches(self, digests: torch.Tensor, when: str) -> None:
+        """Raises ValueError where the stages of this pipeline have read different batches.
+
+        Args:
+            digests: number of positions and sum of token ids by stage, (stages, 2).
+        """
+        if (digests != digests[0]).any():
+            found = "; ".join(
+                f"stage {stage}: {positions:.0f} positions, token ids sum to {total:.0f}"
+                for stage, (positions, total) in enumerate(digests.tolist())
+            )
+            raise ValueError(
+                f"the stages of replica {self.topology.replica} have read different batches {when} ({found}). {ALIKE}"
+            )
 
     @contextlib.contextmanager
     def _waiting(self, awaited: str, ranks: list[int]) -> Iterator[None]:

@@ -91,9 +91,10 @@ def each_drawn_alike(loader: Iterable[dict], ranks: Agreements, seed: int) -> It
         yield batch
 
 
-def source_of(loader: DataLoader):
-    """The data set that a loader reads, its stream over replicas unwrapped."""
-    return loader.dataset.source if isinstance(loader.dataset, ReplicaStream) else loader.dataset
+def source_of(loader: Iterable[dict]):
+    """The data set that a loader reads, its stream over replicas unwrapped; None for a loader that tells of none."""
+    dataset = getattr(loader, "dataset", None)
+    return dataset.source if isinstance(dataset, ReplicaStream) else dataset
 
 
 def checked(batch) -> dict:
@@ -136,7 +137,9 @@ def tensors_of(batch: dict) -> dict[str, torch.Tensor]:
 
 def without_repeats(batch: dict, loader: DataLoader, ranks: Agreements) -> dict:
     """A loader's last batch, with labels only on rows that the sampler did not repeat to fill up every replica's."""
-    if ranks.mesh.emulated or REAL_ROWS in batch or loader._drop_last or not has_length(loader.dataset):
+    if ranks.mesh.emulated or ranks.mesh.replicas == 1 or REAL_ROWS in batch:
+        return batch
+    if loader._drop_last or not has_length(loader.dataset):
         return batch
     remainder, rows = len(loader.dataset) % loader.total_batch_size, len(batch["labels"])
     if not remainder:

@@ -95,6 +95,7 @@ def fit_boundaries(engine: MeshEngine, batches: list[Batch], rows: int, accumula
     for index, batch in enumerate(batches):
         for observer in observers.values():
             observer.held_out = held_out(index, len(batches))
+        engine.agree_on_length(batch["labels"].shape[1])
         with timer.timing():
             engine.runner.observe_batch(batch, rows, observers, gradients=boundary.fits_transforms)
     fits, energies = {}, {}

@@ -134,13 +134,15 @@ def load_optimizer_files(folder: Path, names) -> tuple[dict[str, torch.Tensor], 
         tensors, scalars: as `load_optimizer_state` takes them, tensors on the CPU.
 
     Raises:
-        FileNotFoundError: the checkpoint has no optimizer state.
-        ValueError: parameters that no file holds, named.
+        ValueError: the checkpoint has no optimizer state, or parameters that no file holds, named.
     """
     wanted = set(names)
     files = sorted((folder / MESH_STATE).glob("optimizer-stage-*.json"))
     if not files:
-        raise FileNotFoundError(f"{folder / MESH_STATE} has no optimizer state (was it saved with save_only_model?)")
+        raise ValueError(
+            f"{folder.name} has no optimizer state (was it saved with save_only_model?): resume from another checkpoint, "
+            "or start anew from its weights as the model"
+        )
     tensors, groups, state = {}, [], {}
     for path in files:
         scalars = read_json(path)

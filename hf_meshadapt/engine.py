@@ -21,7 +21,7 @@ from .pipeline.assembly import ModelParts, build_stages
 from .pipeline.footprint import check_resident
 from .pipeline.intake import take_model
 from .pipeline.layout import ModelLayout
-from .pipeline.microbatch import Batch, microbatch_keys
+from .pipeline.microbatch import Batch, batch_digest, microbatch_keys
 from .pipeline.runner import PipelineRunner, Runner
 from .pipeline.sequential import SequentialRunner
 from .pipeline.stage import LossFunction
@@ -58,8 +58,10 @@ class MeshEngine(Agreements):
         self.calibration_interval: int | None = None  # optimizer steps, where nobody chose another
         self.features: torch.Tensor | None = None  # token features, shared by all boundaries
         self.busy_seconds: float | None = None  # of the busiest rank in a pass; None measures, a test gives its own
+        self.agreed_lengths = set()
         self._cut: tuple | None = None
         self._adapter: torch.nn.Module | None = None
+        self._digest = torch.zeros(2, dtype=torch.long)  # of the batches of the optimizer step so far
 
     def _make_groups(self) -> MeshGroups:
         return MeshGroups(self.topology, self.mesh.wire_backend, self.mesh.timeout_seconds, self.sockets)
@@ -131,10 +133,15 @@ class MeshEngine(Agreements):
             fault = {0: last.loss_fault()}
         (reason,) = self.share(fault).values()
         if reason is not None:
-            whose = "compute_loss_func" if loss_function else f"the loss of {type(self.parts.model).__name__}"
+            whose, remedy = "compute_loss_func", "Return such a sum"
+            if loss_function is None:
+                whose = f"the loss of {type(self.parts.model).__name__}"
+                remedy = (
+                    "Its forward must compute it with self.loss_function(..., **kwargs); or pass compute_loss_func"
+                )
             raise NotImplementedError(
                 f"{whose} cannot be summed over microbatches and replicas: it must be the sum of token losses divided by "
-                f"num_items_in_batch ({reason}). Use a model or a compute_loss_func whose loss is"
+                f"num_items_in_batch ({reason}). {remedy}"
             )
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -160,6 +167,8 @@ class MeshEngine(Agreements):
             The loss of the batch over all replicas, times the share of it that this rank computes (see `loss_share`).
         """
         self.waiter.step = step
+        self.agree_on_length(batch["labels"].shape[1])
+        self._digest = batch_digest(batch) + (self._digest if accumulation else 0)
         seed, count = self.boundary.mask_seed, self.mesh.microbatches
         keys = [microbatch_keys(seed, step, accumulation, replica, count) for replica in self.local_replicas]
         # The data-parallel axis averages, the loss is normalised by all replicas' tokens.
@@ -178,6 +187,7 @@ class MeshEngine(Agreements):
 
     def eval_batch(self, batch: Batch, rows: int, on_output: Callable[[object], None] | None = None) -> torch.Tensor:
         """Summed token loss of this process's replicas, unmasked; see `Runner.eval_batch`."""
+        self.agree_on_length(batch["labels"].shape[1])
         return self.runner.eval_batch(batch, rows, on_output)
 
     def calibrate(self, batches: list[Batch], rows: int, accumulation: int) -> None:
@@ -208,16 +218,22 @@ class MeshEngine(Agreements):
 
         Gathered and summed in stage order rather than all-reduced, so that every rank, and the emulated mesh, gets the
         same bits.
+
+        Raises:
+            ValueError: the stages have read different batches; on all of them, before the optimizer steps.
         """
         owned = map(self.parts.parameters_of, self.parts.stages)
         mine = torch.stack([squared_norm(parameter for _, parameter in named) for named in owned])
         if self.groups is None or self.mesh.num_chunks == 1:
             return mine.sum().sqrt()
-        gathered = [torch.empty_like(mine) for _ in range(self.mesh.stages)]
+        message = torch.cat([mine, self._digest.cpu().double()])
+        gathered = [torch.empty_like(message) for _ in range(self.mesh.stages)]
         with self._waiting("the other stages' gradient norms from", self._pipeline):
-            dist.all_gather(gathered, mine, group=self.groups.control)
+            dist.all_gather(gathered, message, group=self.groups.control)
+        norms, digests = torch.stack(gathered).split([len(mine), len(message) - len(mine)], dim=1)
+        self.refuse_unlike_batches(digests, f"in step {self.waiter.step}")
         # Chunk c is entry c // stages of stage c % stages.
-        return torch.stack(gathered).T.reshape(-1).sum().sqrt()
+        return norms.T.reshape(-1).sum().sqrt()
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clips over the whole pipeline and returns the norm before."""

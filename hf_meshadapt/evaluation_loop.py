@@ -7,6 +7,7 @@ ranks get the same dict.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 
@@ -16,7 +17,8 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from .batches import checked, each_drawn_alike, num_real, source_of, tensors_of, without_repeats
 from .engine import MeshEngine
-from .pipeline.microbatch import pad_rows
+from .pipeline.microbatch import batch_digest, pad_rows
+from .trainer_checks import refuse_foreign_loader
 
 
 def evaluation_loop(
@@ -36,21 +38,26 @@ def evaluation_loop(
         number of batches.
     """
     engine = trainer.engine
+    refuse_foreign_loader(dataloader, engine, trains=False)
     keeps = not loss_only and "logits" not in ignore_keys
     predictions = Predictions(trainer, predicts) if keeps and engine.holds_output else None
     rounds: list[torch.Tensor] = []
+    digest = torch.zeros(2, dtype=torch.long)
     labelled = True
     for batch, labelled, is_last in read(trainer, dataloader, predicts):
         outputs: list[torch.Tensor] = []
         figures = run_batch(trainer, batch, outputs if predictions else None)
         rounds.append(figures)
+        digest = digest + batch_digest(batch).cpu()
         if predictions:
             predictions.add(batch, outputs, figures, is_last=is_last, labelled=labelled)
         trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
     if not rounds:
         raise ValueError("the evaluation dataset is empty: there is no loss to average. Give it at least one row")
+    engine.agree_on_batches(digest, "in an evaluation")
     sums = engine.from_last_stage(engine.sum_over_replicas(torch.stack(rounds)))
-    metrics = shared_metrics(engine, predictions) if keeps and trainer.compute_metrics is not None else {}
+    uses = trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
+    metrics = shared_metrics(engine, predictions) if keeps and uses else {}
     if labelled:
         metrics["loss"] = mean_loss(sums)
     source = source_of(dataloader)
@@ -102,12 +109,13 @@ def shared_metrics(engine: MeshEngine, predictions: Predictions | None) -> dict:
     """The judge's metrics on all ranks, as JSON gives them back.
 
     Raises:
-        RuntimeError: `compute_metrics` failed, or returned what is not JSON; on all ranks, so that none waits.
+        RuntimeError: a function of the person's failed, or returned what is not JSON; on all ranks, so that none waits.
     """
-    outcome = engine.from_judge(predictions.outcome() if engine.is_judge else None)
-    if "error" in outcome:
-        raise RuntimeError(f"compute_metrics: {outcome['error']}") from (predictions and predictions.failure)
-    return outcome["metrics"]
+    outcomes = engine.from_last_stages(predictions and predictions.outcome())
+    errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
+    if errors:
+        raise RuntimeError(errors[0]) from (predictions and predictions.failure)
+    return outcomes[0]["metrics"]
 
 
 class Predictions:
@@ -125,32 +133,49 @@ class Predictions:
         self.predictions, self.labels, self.inputs, self.losses = containers
         self.metrics: dict | None = None
         self.failure: Exception | None = None
+        self._failed_in = ""
         self._num_rounds = 0
 
     def add(self, batch: dict, outputs: list[torch.Tensor], figures: torch.Tensor, *, is_last: bool, labelled: bool):
         """Takes a batch's logits (rows, T, vocabulary), microbatch by microbatch, and hands on what is made of them."""
-        real = num_real(batch)
-        inputs = {name: value[:real] for name, value in tensors_of(batch).items()}
         row = {"figures": figures}
-        if real:
-            logits = torch.cat(outputs)[:real]
-            if self.args.bf16:
-                logits = logits.float()  # as accelerate makes a model's outputs
-            labels = inputs["labels"] if labelled else None
-            row["predictions"] = self.preprocess(logits, labels) if self.preprocess else logits
-            if labelled:
-                row["labels"] = inputs["labels"]
-            if "inputs" in self.args.include_for_metrics:
-                # Trainer shows the whole batch to a function that sees one at a time.
-                row["inputs"] = inputs if self.args.batch_eval_metrics else inputs["input_ids"]
-        rows = self._gathered(row) if self.preprocess else [row]
-        if rows:
-            self._take(rows, is_last)
+        with self._failing("preprocess_logits_for_metrics"):
+            if num_real(batch) and self.failure is None:
+                row = self._row(batch, outputs, labelled) | row
+            flat = dict(flatten(row))
+        if self.failure is not None:
+            flat = dict(flatten({"figures": figures}))  # the other replicas wait for as many messages
+        gathered = self.engine.gather_to_first(flat) if self.preprocess else [flat]
+        if self.failure is not None:
+            return
+        with self._failing("preprocess_logits_for_metrics"):
+            # A replica without rows sends its figures only. Replica 0 always has rows, of the same make as the others'.
+            rows = [unflatten(row, flat) for flat in gathered if len(flat) > 1]
+            if rows:
+                self._take(rows, is_last)
 
-    def _gathered(self, row: dict) -> list[dict]:
-        gathered = self.engine.gather_to_first(dict(flatten(row)))
-        # A replica without rows sends its figures only. Replica 0 always has rows, of the same make as the others'.
-        return [unflatten(row, flat) for flat in gathered if len(flat) > 1]
+    def _row(self, batch: dict, outputs: list[torch.Tensor], labelled: bool) -> dict:
+        inputs = {name: value[: num_real(batch)] for name, value in tensors_of(batch).items()}
+        logits = torch.cat(outputs)[: num_real(batch)]
+        if self.args.bf16:
+            logits = logits.float()  # as accelerate makes a model's outputs
+        labels = inputs["labels"] if labelled else None
+        row = {"predictions": self.preprocess(logits, labels) if self.preprocess else logits}
+        if labelled:
+            row["labels"] = labels
+        if "inputs" in self.args.include_for_metrics:
+            # Trainer shows the whole batch to a function that sees one at a time.
+            row["inputs"] = inputs if self.args.batch_eval_metrics else inputs["input_ids"]
+        return row
+
+    @contextlib.contextmanager
+    def _failing(self, function: str) -> Iterator[None]:
+        """Keeps the first error of the person's own code, within the context, until all ranks can hear of it."""
+        try:
+            yield
+        except Exception as error:
+            if self.failure is None:
+                self.failure, self._failed_in = error, function
 
     def _take(self, rows: list[dict], is_last: bool) -> None:
         joined = {name: concatenated([row[name] for row in rows]) for name in rows[0] if name != "figures"}
@@ -175,28 +200,25 @@ class Predictions:
         return {name: getattr(self, name) for name in ("predictions", "labels", "inputs", "losses")}
 
     def _compute(self, joined: dict, **more) -> None:
-        if self.failure is not None:
-            return
         wanted = self.args.include_for_metrics
         shown = {"losses": joined["losses"] if "loss" in wanted else None, "inputs": joined.get("inputs")}
-        try:
+        with self._failing("compute_metrics"):
             self.metrics = self.compute_metrics(
                 EvalPrediction(joined["predictions"], joined["labels"], **shown), **more
             )
-        except Exception as error:  # the person's own code: other ranks wait for its result
-            self.failure = error
 
     def outcome(self) -> dict:
-        """`{"metrics": ...}`, or `{"error": ...}` where there are none."""
-        arrays = {name: container.get_arrays() for name, container in self._containers().items()}
-        if not self.args.batch_eval_metrics and arrays["labels"] is not None:
-            self._compute(arrays)
+        """`{"metrics": ...}`, of the judge alone, or `{"error": ...}`."""
+        computes = self.failure is None and self.compute_metrics is not None and self.engine.is_judge
+        if computes and not self.args.batch_eval_metrics:
+            arrays = {name: container.get_arrays() for name, container in self._containers().items()}
+            if arrays["labels"] is not None:
+                self._compute(arrays)
         if self.failure is None:
-            try:
+            with self._failing("compute_metrics"):
                 return json.loads(json.dumps({"metrics": denumpify_detensorize(self.metrics or {})}))
-            except TypeError as error:
-                self.failure = error
-        return {"error": f"{type(self.failure).__name__}: {self.failure}"}
+        where = f" ({self.engine.topology.describe()})" if self.engine.groups else ""
+        return {"error": f"{self._failed_in}: {type(self.failure).__name__}: {self.failure}{where}"}
 
 
 def concatenated(trees: list):

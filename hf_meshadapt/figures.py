@@ -64,6 +64,17 @@ class StepMeter:
         yield
         self.add_wait(self._clock() - started)
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keeps time and waits within the context out of the totals, and out of a step that is under way."""
+        started, totals = self._clock(), self._totals
+        self._totals = StepTotals()
+        try:
+            yield
+        finally:
+            self._totals = totals
+            self._step_started += self._clock() - started
+
     @property
     def wait_seconds(self) -> float:
         """Waited since the last `take`, so far."""

@@ -32,14 +32,15 @@ class Ledger:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[dict[str, int]]:
-        """Keeps what is sent within the context (evaluation, calibration) out of the figures of training.
+        """Keeps what is sent and waited for within the context (evaluation, calibration) out of the figures of training.
 
         Yields a dict that holds this rank's bytes by axis once the context has ended.
         """
         for axis, count in self.sockets.take_axis_bytes().items():
             self._kept_bytes[axis] = self._kept_bytes.get(axis, 0) + count
         spent: dict[str, int] = {}
-        yield spent
+        with self.step_meter.apart():
+            yield spent
         spent.update(self.sockets.take_axis_bytes())
 
     def take(self, sum_over_ranks: Callable[[list[float]], list[float]], *, stages: int, alone: bool) -> Figures:

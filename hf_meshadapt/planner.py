@@ -20,8 +20,9 @@ GLOO_MESSAGE_BYTES = 144
 # Gloo's ring all-reduce cuts each rank's block in segments: at least two, none larger than this (measured likewise).
 GLOO_SEGMENT_BYTES = 1024 * 1024
 
-# Per optimizer step: each stage gathers every stage's squared gradient norm, each replica sums its token count.
-GRAD_NORM_BYTES = 8
+# Per optimizer step: each stage gathers every stage's squared gradient norm with a digest of its batches (two numbers),
+# each replica sums its token count.
+GRAD_NORM_BYTES = 24
 TOKEN_COUNT_BYTES = 8
 
 

@@ -8,9 +8,9 @@ import logging
 from pathlib import Path
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import RandomSampler
+from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
@@ -31,8 +31,16 @@ from .evaluation_loop import evaluation_loop
 from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
 from .progress import MeshProgressCallback
+from .reports import mesh_report, speed_of
 from .sampling import EpochSampler
-from .trainer_checks import loss_function, refuse_model, refuse_optimizer, refuse_raw_data, refuse_unsupported
+from .trainer_checks import (
+    loss_function,
+    refuse_foreign_loader,
+    refuse_model,
+    refuse_optimizer,
+    refuse_raw_data,
+    refuse_unsupported,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +87,7 @@ class MeshAdaptMixin:
         self.engine.build(args.device, self.accelerator.autocast, loss_function(self))
         refuse_optimizer(self)
         self._evaluated: tuple[str, int] | None = None  # prefix and batches of the last one, until timed
+        self._step_hook: RemovableHandle | None = None
         self._accumulation = 0
         self._batch_length = 0
         if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
@@ -164,7 +173,12 @@ class MeshAdaptMixin:
         return self.engine.runner.trained
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        refuse_foreign_loader(train_dataloader, self.engine, trains=True)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._step_hook is not None:  # of an earlier train()
+            self._step_hook.remove()
+        # The step's last moment: everything before it is part of the step that the meter times.
+        self._step_hook = self.optimizer.optimizer.register_step_post_hook(lambda *_: self.engine.end_step())
         self._accumulation = 0
         if self.engine.needs_calibration:
             self._calibrate(train_dataloader)
@@ -218,6 +232,10 @@ class MeshAdaptMixin:
             clear_device_cache()
         return loss * engine.loss_share
 
+    def floating_point_ops(self, inputs) -> int:
+        # Trainer sums over all ranks, and stages hold some parameters of each other, such as the final norm.
+        return 6 * inputs["input_ids"].numel() * self.engine.parts.num_parameters()
+
     def _rows(self, training: bool) -> int:
         return self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
 
@@ -227,12 +245,11 @@ class MeshAdaptMixin:
     def _get_grad_norm(self, model, grad_norm=None):
         return self.engine.gradient_norm() if grad_norm is None else grad_norm
 
-    def create_optimizer(self, *args, **kwargs):
-        optimizer = super().create_optimizer(*args, **kwargs)
-        if not isinstance(optimizer, AcceleratedOptimizer):  # else of an earlier train(), and hooked
-            # The step's last moment: everything before it is part of the step that the meter times.
-            optimizer.register_step_post_hook(lambda *_: self.engine.end_step())
-        return optimizer
+    def _finalize_training(self, *args):
+        # Trainer adds what was not logged yet, on each rank its own; only last stages have any.
+        (total,) = self.engine.sum_over_ranks([self._tr_loss.item()])
+        self._tr_loss.fill_(total / self.args.world_size)
+        return super()._finalize_training(*args)
 
     def hyperparameter_search(self, *args, **kwargs):
         raise NotImplementedError(
@@ -328,9 +345,10 @@ class MeshAdaptMixin:
         if best_step := self.state.best_global_step:
             best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
             self.state.best_model_checkpoint = str(best) if best == final or best.exists() else None
-        for callback in self.callback_handler.callbacks + [self.control]:
-            if isinstance(callback, ExportableState):
-                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        exported = [c for c in self.callback_handler.callbacks + [self.control] if isinstance(c, ExportableState)]
+        for name in {type(callback).__name__ for callback in exported}:
+            states = [callback.state() for callback in exported if type(callback).__name__ == name]
+            self.state.stateful_callbacks[name] = states if len(states) > 1 else states[0]
 
         def write_extras(folder: Path) -> None:
             self._save_extras(folder)
@@ -363,30 +381,6 @@ class MeshAdaptMixin:
     def _load_rng_state(self, checkpoint) -> None:
         if checkpoint is not None:
             mesh_checkpoint.load_rng(self.engine, Path(checkpoint))
-
-
-def mesh_report(logged: dict[str, float], plan) -> dict:
-    """Joins what was measured (`Figures.logs`) with a byte plan; see `MeshAdaptMixin.mesh_report`."""
-    axes = [axis for axis in ("pipeline", "tied", "data_parallel", "anchor", "control") if plan.axis_bytes(axis)]
-    measured = {axis: logged[f"bytes_per_token_{axis}"] for axis in axes if f"bytes_per_token_{axis}" in logged}
-    if "bytes_per_token" in logged:
-        measured["total"] = logged["bytes_per_token"]
-    return {
-        "tokens_per_second": logged.get("tokens_per_second"),
-        "wait_share": logged.get("wait_share"),
-        "bytes_per_token": measured,
-        "planned_bytes_per_token": {axis: plan.bytes_per_token(axis) for axis in (*axes, "total")},
-        "bytes_ratio_to_dense": {axis: plan.ratio_to_dense(axis) for axis in (*axes, "total")},
-    }
-
-
-def speed_of(metrics: dict, prefix: str, num_batches: int) -> dict:
-    """The figures that Trainer derives from the time that an evaluation took; it takes stages for replicas."""
-    names = (f"{prefix}_{name}" for name in ("runtime", "samples_per_second", "steps_per_second"))
-    speed = {name: metrics[name] for name in names if name in metrics}
-    if seconds := speed.get(f"{prefix}_runtime"):
-        speed[f"{prefix}_steps_per_second"] = round(num_batches / seconds, 3)
-    return speed
 
 
 class MeshAdaptTrainer(MeshAdaptMixin, Trainer):

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import has_length
 
 from .arguments import MeshAdaptArguments
+from .engine import MeshEngine
 from .pipeline.stage import LossFunction
 
 # Methods that a mesh never calls, and what to use instead.
@@ -23,8 +24,6 @@ BYPASSED_METHODS = {
 UNSAVABLE = {
     "hf_quantizer": "quantized weights cannot be saved by stages. Load the model in bfloat16 instead",
 }
-# The last stage would give its own part of these only.
-PARTIAL_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def refuse_unsupported(trainer_class: type, trainer_arguments: dict, args: MeshAdaptArguments) -> None:
@@ -49,12 +48,6 @@ def refuse_model(trainer) -> None:
     for name, reason in UNSAVABLE.items():
         if getattr(trainer.model, name, None) is not None:
             raise NotImplementedError(f"{type(trainer.model).__name__} with {name}: {reason}")
-    for name in PARTIAL_OUTPUTS:
-        if getattr(trainer.model.config, name, False):
-            remedy = "Set it to False on the model's config"
-            if name == "output_router_logits" and hasattr(trainer.args, "router_aux_loss_coef"):
-                remedy = "Set router_aux_loss_coef=0.0"  # TRL sets the config by it
-            raise NotImplementedError(f"config.{name}=True: a stage has those of its own layers only. {remedy}")
 
 
 def refuse_raw_data(trainer) -> None:
@@ -100,6 +93,18 @@ def refuse_optimizer(trainer) -> None:
         raise NotImplementedError(
             "optimizers: the embedding and the output head were one matrix and are two over stages, of which this "
             "optimizer lacks one. Pass optimizer_cls_and_kwargs, or set optim"
+        )
+
+
+def refuse_foreign_loader(loader, engine: MeshEngine, trains: bool) -> None:
+    """Raises NotImplementedError for a loader that does not tell of its data set, where the mesh must know it."""
+    dealt = engine.mesh.replicas > 1 and not engine.mesh.emulated
+    calibrates = trains and engine.boundary.needs_calibration
+    if (dealt or calibrates) and not hasattr(loader, "total_batch_size"):
+        raise NotImplementedError(
+            f"a data loader of your own ({type(loader).__name__}): the mesh must know its data set, to deal rows out to "
+            "replicas and to calibrate boundaries. Return what Trainer's own get_train_dataloader or get_eval_dataloader "
+            "returns, for a data set that has all rows"
         )
 
 

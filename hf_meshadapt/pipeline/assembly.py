@@ -86,6 +86,13 @@ class ModelParts:
         names = [name for stage in self.stages.values() for name in stage.owned_names]
         return [(name, parameter) for name in names if (parameter := self._parameter(name)).requires_grad]
 
+    def num_parameters(self) -> int:
+        """Parameters that no other stage counts, embeddings left out, as `PreTrainedModel.num_parameters` leaves them."""
+        embeddings = {f"{name}.weight" for name, part in self.model.named_modules() if isinstance(part, nn.Embedding)}
+        parameters = dict(self.model.named_parameters())
+        names = parameters.keys() & set(self.saved_names()) - embeddings
+        return sum(parameters[name].numel() for name in names)
+
     def _parameter(self, name: str) -> nn.Parameter:
         return self.model.get_parameter(name)
 

@@ -59,6 +59,12 @@ def token_kinds(batch: Batch) -> torch.Tensor:
     return torch.where(first, FIRST, kinds).to(torch.int8)
 
 
+def batch_digest(batch: Batch) -> torch.Tensor:
+    """What tells batches apart that should be one: number of positions and sum of token ids, (2,) int64."""
+    tokens = batch["input_ids"]
+    return torch.stack([tokens.new_tensor(tokens.numel()), tokens.sum()])
+
+
 def largest_divisor(number: int, most: int) -> int:
     """The largest divisor of `number` that is at most `most`."""
     return max(divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)

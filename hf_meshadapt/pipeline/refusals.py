@@ -9,6 +9,9 @@ from torch import nn
 
 from .layout import ModelLayout
 
+# What a model puts out for each layer when its configuration asks for it.
+PARTIAL_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
 
 def refuse_unsplittable(model: nn.Module, layout: ModelLayout, num_chunks: int) -> None:
     """Works on meta tensors.
@@ -16,7 +19,7 @@ def refuse_unsplittable(model: nn.Module, layout: ModelLayout, num_chunks: int) 
     Raises:
         NotImplementedError: the model cannot be cut into so many chunks; says why and what to do.
     """
-    refuse_auxiliary_loss(model)
+    refuse_partial_outputs(model.config.get_text_config())
     if num_chunks < 2:
         return
     reasons = [*config_reasons(model.config.get_text_config()), *shared_weights(model, layout)]
@@ -47,15 +50,15 @@ def config_reasons(config) -> list[str]:
     return reasons
 
 
-def refuse_auxiliary_loss(model: nn.Module) -> None:
-    """Refuses a loss over the routers of all layers: a stage sees only its own, and microbatches do not add up to it."""
-    config = model.config.get_text_config()
-    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 1.0):
-        raise NotImplementedError(
-            f"{type(model).__name__} with config.output_router_logits=True: its auxiliary loss over the routers of all "
-            "layers is not the sum of what stages and microbatches give. Set it to False; the auxiliary loss is then left "
-            "out"
-        )
+def refuse_partial_outputs(config) -> None:
+    """Refuses outputs, and the losses made of them, that are of all layers: a stage has only its own."""
+    for name in PARTIAL_OUTPUTS:
+        if getattr(config, name, False):
+            more = "; the auxiliary loss over all routers is then left out (router_aux_loss_coef=0.0 with TRL)"
+            raise NotImplementedError(
+                f"config.{name}=True: a stage has those of its own layers only. Set it to False on the model's "
+                f"config{more if 'router' in name else ''}"
+            )
 
 
 def shared_weights(model: nn.Module, layout: ModelLayout) -> list[str]:

@@ -8,6 +8,7 @@ import tempfile
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from ..equality import Rows, collate, mesh_trainer, tiny_model
 from ..matrix.data import accuracy, greedy
@@ -67,6 +68,30 @@ def refuse(rank: int, *, metric) -> str:
 def test_an_error_in_the_metrics_reaches_all_ranks(function, message):
     for said in fork(refuse, 4, metric=function):
         assert re.match(message, said), said
+
+
+def fails_on_some(logits, labels):
+    if dist.get_rank() == 3:
+        raise IndexError("no such token")
+    return greedy(logits, labels)
+
+
+def returns_text(logits, labels):
+    return ["a"] * len(logits)
+
+
+def refuse_preprocessing(rank: int, *, preprocess, **others) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        evaluate(rank, functions={**METRICS, **others, "preprocess_logits_for_metrics": preprocess}, pipeline_stages=2)
+    return str(caught.value)
+
+
+def test_an_error_in_the_preprocessing_reaches_all_ranks():
+    """Of one replica alone, and where it shows only when the rows are to be sent; without metrics too."""
+    for said in fork(refuse_preprocessing, 4, preprocess=fails_on_some):
+        assert said == "preprocess_logits_for_metrics: IndexError: no such token (rank 3 (stage 1 of replica 1))"
+    for said in fork(refuse_preprocessing, 2, preprocess=returns_text):
+        assert re.match("preprocess_logits_for_metrics: TypeError.*rank 1", said), said
 
 
 def predict(rank: int, *, functions: dict, **mesh):

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from hf_meshadapt import checkpoint, mesh_checkpoint
-from tests.equality import collate
+from tests.equality import collate, mesh_trainer, tiny_model
 from tests.launch import start_ranks
-from tests.runs import DENSE, INTERLEAVED, MASKED, ROWS, TWO_STAGES, assert_same_run, fork, train
+from tests.matrix.trainer_runs import Counter
+from tests.runs import DENSE, INTERLEAVED, MASKED, NUM_ROWS, ROWS, TWO_STAGES, assert_same_run, fork, train
 
 # Resume in a new process ---------------------------------------------------------------------------------------------
 
@@ -45,6 +46,25 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, mesh):
     resumed = fork(train, num_ranks, resume=True, **options)
     assert_same_run(resumed, whole)
     assert not any(run["warnings"] for run in resumed)
+
+
+def test_callbacks_of_one_class_get_their_own_states_back(tmp_path):
+    """Trainer gives them those of the beginning."""
+
+    def run(checkpoint: str | None) -> list[tuple[int, int]]:
+        options = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 1}
+        options |= {
+            "restore_callback_states_from_checkpoint": True,
+            "trainer": {"callbacks": [Counter(3), Counter(5)]},
+        }
+        trainer = mesh_trainer(tiny_model("llama"), ROWS, str(tmp_path), NUM_ROWS, **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        kept = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Counter)]
+        return [(callback.start, callback.num_steps) for callback in kept]
+
+    whole = run(None)
+    assert whole == [(3, 3), (5, 3)]
+    assert run(str(tmp_path / "checkpoint-2")) == whole
 
 
 # Killed while saving -------------------------------------------------------------------------------------------------

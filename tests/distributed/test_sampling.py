@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
+import tempfile
 
 import pytest
 
-from tests.equality import mesh_trainer, tiny_model
+from tests.equality import collate, mesh_trainer, tiny_model
 from tests.launch import run_ranks
 
 ORDERS = {
@@ -45,3 +47,32 @@ def test_stages_read_the_same_rows_and_every_epoch_has_its_order(tmp_path, order
 def test_rows_dealt_out_to_ranks_are_refused(tmp_path):
     with pytest.raises(NotImplementedError, match="batch_rebalance.*Use group_by_length"):
         mesh_trainer(tiny_model("gpt2"), 4, str(tmp_path), train_sampling_strategy="batch_rebalance")
+
+
+def collate_by_rank(rows, what: str, rank: int) -> dict:
+    batch = collate(rows, multiple=16 << rank if what == "lengths" else 16)
+    return {**batch, "input_ids": batch["input_ids"] + (what == "tokens") * rank}
+
+
+def read_differently(rank: int) -> list[str]:
+    said = []
+    for what in ("lengths", "tokens"):
+        for action in ("train", "evaluate"):
+            collator = functools.partial(collate_by_rank, what=what, rank=rank)
+            mesh = {"pipeline_stages": 2, "link_timeout_seconds": 20.0}
+            trainer = mesh_trainer(tiny_model("llama"), 4, tempfile.mkdtemp(), collator=collator, **mesh)
+            with pytest.raises(ValueError) as caught:
+                getattr(trainer, action)()
+            said.append(str(caught.value))
+    return said
+
+
+def test_stages_that_read_different_batches(tmp_path):
+    """gloo lets a message pass that is shorter than expected, and aborts the process that gets a longer one."""
+    first, second = run_ranks(read_differently, 2, tmp_path / "ranks")
+    assert first == second
+    assert "have batches of different lengths (16 on stage 0, 32 on stage 1). Give all ranks the same" in first[0]
+    assert first[0] == first[1]
+    found = r"have read different batches {} \(stage 0: {} positions, token ids sum to \d+; stage 1: {} positions"
+    assert re.search(found.format("in step 0", 128, 128), first[2]), first[2]
+    assert re.search(found.format("in an evaluation", 352, 352), first[3]), first[3]

@@ -121,6 +121,9 @@ class Feature:
         derive: makes the trainer's class from Trainer or MeshAdaptTrainer.
         tolerance: of figures, relative, and of weights, absolute.
         random: nothing can be compared: the run must end well.
+        resumes: a checkpoint from which a second trainer goes on, after `run` of the first, and the arguments in which
+            it differs; figures are the second one's.
+        meshes: on which it is run.
     """
 
     name: str
@@ -133,6 +136,8 @@ class Feature:
     derive: Callable = lambda trainer_class: trainer_class
     tolerance: float = 5e-6
     random: bool = False
+    resumes: tuple[str, dict] | None = None
+    meshes: tuple[str, ...] = ("1x1", "2x1", "2x2")
 
 
 def metrics(**trainer) -> dict:

@@ -1,14 +1,14 @@
-"""Writes docs/support.md from a run of the matrix: `python -m tests.matrix.support`."""
+"""Writes docs/support.md and benchmarks/results/support.json from a run of the matrix: `python -m tests.matrix.support`."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from benchmarks.common import write_result
 from hf_meshadapt.argument_checks import UNSUPPORTED
 
-from .features import FEATURES
-from .worlds import EQUAL, MESHES, RUNS, run_all
+from .worlds import ALL, EQUAL, MESHES, RUNS, SETTINGS, run_all
 
 PATH = Path(__file__).parents[2] / "docs" / "support.md"
 
@@ -20,9 +20,12 @@ out. Meshes are stages x replicas: `1x1` is one process, `2x1` and `2x2` are glo
 
 - **equal**: losses, gradient norms, evaluation results, metrics and weights equal those of plain `transformers.Trainer`
   in one process, with the rows of all replicas in one batch: to 5e-6 (relative; weights absolute), in bfloat16 to 1e-2.
-  `evaluate()` and `predict()` return the same metrics on all ranks.
+  `evaluate()` and `predict()` return the same metrics on all ranks. Where Trainer raises an error, so does the mesh.
 - **runs**: it works, and random numbers differ between meshes.
 - **refused**: an error that names it, with the reason and what to do, on all ranks, before the first training step.
+- **–**: not run there. The cases from "Length of a run, logs" on are those of transformers' own Trainer tests, on two
+  meshes. Those of its tests are left out that are about what is refused below, about the Hub, about other tasks than
+  language models, or about optimizers of other libraries (bitsandbytes, GaLore, Apollo, torchao and the like).
 """
 
 ARGUMENTS = """
@@ -38,24 +41,36 @@ When `MeshAdaptArguments` is made, on every mesh; each is an option that a mesh 
 def document(table: dict[str, dict[str, str]]) -> str:
     """docs/support.md from the outcomes of `run_all`."""
     parts = [HEAD]
-    for group in sorted({feature.group for feature in FEATURES}, key=[f.group for f in FEATURES].index):
+    for group in dict.fromkeys(feature.group for feature in ALL):
         parts.append(f"\n## {group}\n\n| | {' | '.join(MESHES)} |\n|---|{'---|' * len(MESHES)}\n")
         notes: list[str] = []
-        for feature in FEATURES:
+        for feature in ALL:
             if feature.group == group:
-                cells = [cell(table[feature.name][mesh], notes) for mesh in MESHES]
+                cells = [cell(table[feature.name][mesh], notes) if mesh in feature.meshes else "–" for mesh in MESHES]
                 parts.append(f"| {feature.name} | {' | '.join(cells)} |\n")
         parts += ["\n"] * bool(notes) + [f"{number}. {note}\n" for number, note in enumerate(notes, 1)]
     rows = [f"| `{name}` | {reason} |\n" for name, reason in UNSUPPORTED.items()]
     return "".join([*parts, ARGUMENTS, *rows])
 
 
+def word(said: str) -> str:
+    """An outcome in a word."""
+    return {EQUAL: "equal", RUNS: "runs"}.get(said, said.split(":")[0])
+
+
+def rows(table: dict[str, dict[str, str]]) -> list[dict]:
+    """The same table for benchmarks/results: group, feature, mesh and outcome."""
+    return [
+        {"group": feature.group, "feature": feature.name, "mesh": mesh, "outcome": word(table[feature.name][mesh])}
+        for feature in ALL
+        for mesh in feature.meshes
+    ]
+
+
 def cell(said: str, notes: list[str]) -> str:
     """A cell of the table; a refusal's text goes to the notes, once."""
-    if said in (EQUAL, RUNS):
-        return {EQUAL: "equal", RUNS: "runs"}[said]
-    if not said.startswith("refused: "):
-        return "DIFFERS"
+    if word(said) != "refused":
+        return word(said)
     # Figures within a message depend on the machine.
     text = re.sub(r"\d+\.\d+", "x", said.removeprefix("refused: "))
     if text not in notes:
@@ -66,6 +81,7 @@ def cell(said: str, notes: list[str]) -> str:
 if __name__ == "__main__":
     outcomes = run_all()
     PATH.write_text(document(outcomes))
+    write_result("support", rows(outcomes), [SETTINGS["seed"]], "python -m tests.matrix.support")
     for name, by_mesh in outcomes.items():
         for mesh, said in by_mesh.items():
             if said.startswith("DIFFERS"):

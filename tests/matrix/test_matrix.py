@@ -2,9 +2,8 @@
 
 import pytest
 
-from .features import FEATURES
 from .support import PATH, document
-from .worlds import MESHES, run_all
+from .worlds import ALL, run_all
 
 
 @pytest.fixture(scope="module")
@@ -12,11 +11,15 @@ def outcomes() -> dict[str, dict[str, str]]:
     return run_all()
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name.replace("`", ""))
+@pytest.mark.parametrize("feature", ALL, ids=lambda feature: feature.name.replace("`", ""))
 def test_feature(outcomes, feature):
-    for mesh in MESHES:
+    for mesh in feature.meshes:
         said = outcomes.get(feature.name, {}).get(mesh, "not run: a feature before it failed")
         assert not said.startswith(("DIFFERS", "not run")), f"{mesh}: {said}"
+
+
+def test_names_are_unique():
+    assert len({feature.name for feature in ALL}) == len(ALL)
 
 
 def test_the_committed_table_is_what_came_out(outcomes):

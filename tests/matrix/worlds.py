@@ -18,6 +18,8 @@ from tests.launch import run_ranks
 
 from . import data
 from .features import FEATURES, NUM_EVAL_ROWS, NUM_ROWS, Feature
+from .trainer_cases import CASES
+from .trainer_runs import history
 
 ROWS = 4  # of a replica's batch
 MESHES = {"1x1": (1, 1), "2x1": (2, 1), "2x2": (2, 2)}  # stages, replicas
@@ -37,17 +39,13 @@ MESH_SETTINGS = {"preset": "dense", "link_timeout_seconds": 20.0}
 TIMED = ("runtime", "_per_second", "model_preparation_time")
 
 EQUAL, RUNS = "as Trainer", "runs"
+ALL = [*FEATURES, *CASES]
 
 
-def run_feature(feature: Feature, mesh: tuple[int, int] | None, rows_factor: int, folder: str) -> dict:
-    """One run on this rank.
-
-    Args:
-        mesh: stages and replicas; None for plain Trainer.
-        rows_factor: what plain Trainer's batches are multiplied by, to hold all replicas' rows.
-    """
+def build(feature: Feature, mesh: tuple[int, int] | None, rows_factor: int, folder: str, **changes):
+    """The feature's trainer on this rank; `changes` are further arguments."""
     AcceleratorState._reset_state()
-    settings = {**SETTINGS, **feature.args}
+    settings = {**SETTINGS, **feature.args, **changes}
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         settings[name] *= rows_factor
     mesh_settings = {**MESH_SETTINGS, "pipeline_stages": mesh[0]} if mesh else {}
@@ -64,7 +62,25 @@ def run_feature(feature: Feature, mesh: tuple[int, int] | None, rows_factor: int
     given |= feature.fresh(given["model"])
     trainer = feature.derive(MeshAdaptTrainer if mesh else Trainer)(args=args, **given)
     trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def run_feature(feature: Feature, mesh: tuple[int, int] | None, rows_factor: int, folder: str) -> dict:
+    """One run on this rank.
+
+    Args:
+        mesh: stages and replicas; None for plain Trainer.
+        rows_factor: what plain Trainer's batches are multiplied by, to hold all replicas' rows.
+    """
+    trainer = build(feature, mesh, rows_factor, folder)
     figures = feature.run(trainer)
+    if feature.resumes is not None:
+        checkpoint, changes = feature.resumes
+        if mesh:
+            close_groups(trainer.engine.groups)
+        trainer = build(feature, mesh, rows_factor, folder, **changes)
+        trainer.train(resume_from_checkpoint=f"{folder}/{checkpoint}")
+        figures = history(trainer)
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     state = model.state_dict()
     names = trainer.engine.parts.saved_names() if mesh else state
@@ -88,14 +104,12 @@ def close_groups(groups) -> None:
 
 
 def run_world(
-    rank: int, mesh: tuple[int, int] | None, rows_factor: int, names: list[str] | None, folder: str
+    rank: int, mesh: tuple[int, int] | None, rows_factor: int, names: list[str], folder: str
 ) -> dict[str, dict]:
-    """All features on this rank, by name; `folder` is shared by the ranks, as checkpoints want it."""
+    """The named features on this rank, by name; `folder` is shared by the ranks, as checkpoints want it."""
     torch.set_num_threads(1)
     results = {}
-    for index, feature in enumerate(FEATURES):
-        if names is not None and feature.name not in names:
-            continue
+    for index, feature in enumerate(feature for feature in ALL if feature.name in names):
         try:
             results[feature.name] = run_feature(feature, mesh, rows_factor, f"{folder}/{index}")
         except (ValueError, NotImplementedError) as error:
@@ -119,7 +133,7 @@ def outcome(feature: Feature, reference: dict, ranks: list[dict]) -> str:
     assert len(refusals) == 1, f"ranks disagree: {refusals}"
     (refusal,) = refusals
     if refusal is not None:
-        return f"refused: {refusal}"
+        return EQUAL if refusal == reference.get("refused") else f"refused: {refusal}"
     if feature.random:
         return RUNS
     assert "logs" in reference, reference
@@ -154,24 +168,29 @@ def assert_figures(mine: dict, reference: dict, tolerance: float, what: str) -> 
 
 
 def run_all(names: list[str] | None = None) -> dict[str, dict[str, str]]:
-    """Outcome of every feature on every mesh; `DIFFERS: ...` for what a test must report."""
-    references = {factor: run_ranks_of(None, factor, 1, names)[0] for factor in (1, 2)}
-    table: dict[str, dict[str, str]] = {}
+    """Outcome of every feature on every mesh that it is for; `DIFFERS: ...` for what a test must report."""
+    wanted = [feature for feature in ALL if names is None or feature.name in names]
+    references: dict[int, dict] = {}
+    table: dict[str, dict[str, str]] = {feature.name: {} for feature in wanted}
     for mesh_name, mesh in MESHES.items():
-        ranks = run_ranks_of(mesh, 1, mesh[0] * mesh[1], names)
-        for feature in FEATURES:
-            if not all(feature.name in rank for rank in ranks):  # not asked for, or after a failure
+        features = [feature for feature in wanted if mesh_name in feature.meshes]
+        titles = [feature.name for feature in features]
+        if mesh[1] not in references:
+            references[mesh[1]] = run_ranks_of(None, mesh[1], 1, titles)[0]
+        ranks = run_ranks_of(mesh, 1, mesh[0] * mesh[1], titles)
+        for feature in features:
+            if not all(feature.name in rank for rank in ranks):  # after a failure
                 continue
             try:
                 said = outcome(feature, references[mesh[1]][feature.name], [rank[feature.name] for rank in ranks])
             except AssertionError as error:
                 said = f"DIFFERS: {error}"
-            table.setdefault(feature.name, {})[mesh_name] = said
+            table[feature.name][mesh_name] = said
     return table
 
 
-def run_ranks_of(mesh, rows_factor: int, num_ranks: int, names) -> list[dict]:
+def run_ranks_of(mesh, rows_factor: int, num_ranks: int, names: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(
-            run_world, num_ranks, Path(folder, "results"), mesh, rows_factor, names, folder, timeout_seconds=300.0
+            run_world, num_ranks, Path(folder, "results"), mesh, rows_factor, names, folder, timeout_seconds=600.0
         )

@@ -77,7 +77,7 @@ LAYERS = [
     {"agreements"},
     {"calibration", "adaptive", "probing"},
     {"engine"},
-    {"mesh_checkpoint", "argument_checks", "arguments", "progress", "batches"},
+    {"mesh_checkpoint", "argument_checks", "arguments", "progress", "batches", "reports"},
     {"evaluation_loop", "trainer_checks", "sft_checks"},
     {"trainer"},
     {"sft"},

@@ -143,6 +143,25 @@ def test_step_meter_with_a_hand_wound_clock():
     assert StepTotals().summary()["tokens_per_second"] == 0.0
 
 
+def test_what_is_apart_counts_neither_as_step_nor_as_wait():
+    now = [0.0]
+    meter = StepMeter(clock=lambda: now[0])
+    meter.start_step()
+    now[0] += 3.0
+    with meter.apart():  # in the middle of a step
+        with meter.waiting():
+            now[0] += 10.0
+        meter.add_wait(1.0)
+        assert meter.wait_seconds == 11.0
+    with meter.waiting():
+        now[0] += 1.0
+    meter.end_step()
+    with pytest.raises(RuntimeError), meter.apart():  # an evaluation between steps that fails
+        meter.add_wait(2.0)
+        raise RuntimeError
+    assert meter.take() == StepTotals(num_steps=1, step_seconds=4.0, wait_seconds=1.0)
+
+
 def sum_of(*others):
     """A reduce over this rank and `others`, which are its own numbers times a factor."""
     return lambda mine: [value * (1 + sum(others)) for value in mine]

@@ -125,15 +125,21 @@ def test_gemma3n_is_refused():
     cut_apart(model, MeshConfig(stages=1))
 
 
-def test_auxiliary_losses_of_routers_are_refused():
-    """They are not a sum over layers, so that no stage can compute its share."""
+def test_outputs_of_all_layers_are_refused():
+    """A stage has its own layers' only; the routers' auxiliary loss is not a sum over layers, with weight or without."""
     for name in ("mixtral", "qwen3_moe"):
         model = make_architecture(name, output_router_logits=True)
         with pytest.raises(NotImplementedError, match="output_router_logits=True.*Set it to False"):
             cut_apart(model, MeshConfig(stages=2))
         model.config.output_router_logits = False
         cut_apart(model, MeshConfig(stages=2))
-        cut_apart(make_architecture(name, output_router_logits=True, router_aux_loss_coef=0.0), MeshConfig(stages=2))
+    for output in ("output_hidden_states", "output_router_logits"):
+        model = make_architecture("mixtral", router_aux_loss_coef=0.0)
+        setattr(model.config, output, True)
+        with pytest.raises(
+            NotImplementedError, match=f"config.{output}=True: a stage has those of its own layers only"
+        ):
+            cut_apart(model, MeshConfig(stages=1))
 
 
 def test_layers_that_share_a_weight_are_refused():

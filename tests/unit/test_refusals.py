@@ -98,7 +98,7 @@ def mixture():
 @pytest.mark.parametrize("stages", [1, 2])
 def test_losses_that_are_not_sums_over_tokens(build, stages):
     args = {"pipeline_stages": stages}
-    with pytest.raises(NotImplementedError, match="BertForMaskedLM.*loss is not the sum.*num_items_in_batch"):
+    with pytest.raises(NotImplementedError, match="the loss of BertForMaskedLM cannot be summed.*num_items_in_batch"):
         build(model=masked_bert(), args=args)
     model = mixture()
     with pytest.raises(NotImplementedError, match="config.output_router_logits=True.*Set it to False"):
@@ -111,6 +111,17 @@ def test_models_that_could_be_trained_and_not_saved(build, name, remedy):
     setattr(model, name, SimpleNamespace(is_trainable=True))
     with pytest.raises(NotImplementedError, match=f"LlamaForCausalLM with {name}.*{remedy}"):
         build(model=model)
+
+
+def test_data_loaders_of_which_nothing_is_known(build, monkeypatch):
+    """Where rows must be dealt out or, as here, boundaries calibrated; an evaluation does not ask for that."""
+    trainer = build()
+    batches = list(trainer.get_train_dataloader())
+    monkeypatch.setattr(trainer, "get_train_dataloader", lambda: batches)
+    monkeypatch.setattr(trainer, "get_eval_dataloader", lambda *_: batches)
+    with pytest.raises(NotImplementedError, match="a data loader of your own .list.*calibrate boundaries. Return"):
+        trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 def test_training_again_from_model_init(tmp_path):

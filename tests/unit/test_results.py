@@ -22,6 +22,23 @@ def test_tables_of_quality_say_what_the_results_say(path):
     assert with_table(path.read_text(), rows, PAGES[path]) == path.read_text()
 
 
+def test_support_is_what_its_page_says():
+    page = (RESULTS.parents[1] / "docs" / "support.md").read_text().split("## Arguments that are refused")[0]
+    said, group, meshes = [], "", []
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("## "):
+            group = line.removeprefix("## ")
+        elif line.startswith("| | "):
+            meshes = cells[1:]
+        elif line.startswith("| "):
+            outcomes = zip(meshes, (cell.split(" (")[0] for cell in cells[1:]))
+            said += [(group, cells[0], mesh, outcome) for mesh, outcome in outcomes if outcome != "–"]
+    rows = json.loads((RESULTS / "support.json").read_text())["rows"]
+    written = [(row["group"], row["feature"], row["mesh"], row["outcome"]) for row in rows]
+    assert sorted(said) == sorted(written)
+
+
 def test_boundary_quality_means_follow_from_the_runs():
     path = RESULTS / "boundary_quality.json"
     if not path.exists():

@@ -149,7 +149,7 @@ def mixture():
 
 def test_auxiliary_losses_of_routers(build):
     """TRL turns them on where nobody says otherwise."""
-    with pytest.raises(NotImplementedError, match="output_router_logits=True.*Set router_aux_loss_coef=0.0"):
+    with pytest.raises(NotImplementedError, match="output_router_logits=True.*router_aux_loss_coef=0.0"):
         build(model=mixture())
     build(model=mixture(), router_aux_loss_coef=0.0)
 

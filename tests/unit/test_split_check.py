@@ -237,6 +237,16 @@ class OwnLoss(OwnModel):
     counts = False
 
 
+class Addition(OwnModel):
+    """Adds a little that is not divided, as auxiliary losses are not."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 1e-3
+        return output
+
+
 class Strict(OwnModel):
     """Takes no other size than its own."""
 
@@ -254,7 +264,7 @@ class NoCount(OwnModel):
 def test_a_class_of_the_users_own(caplog):
     for mesh in MESHES:
         check_split(OwnModel(OwnConfig()), mesh)
-    assert not caplog.text
+    assert not [record for record in caplog.records if record.name.startswith("hf_meshadapt")]
 
 
 def test_an_architecture_that_leaks(monkeypatch):
@@ -268,9 +278,13 @@ def test_an_architecture_that_leaks(monkeypatch):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_losses_that_heed_no_count_of_tokens(stages):
-    with pytest.raises(NotImplementedError, match="OwnLoss: its loss is not the sum.*self.loss_function"):
-        check_split(OwnLoss(OwnConfig()), MeshConfig(stages=stages))
+def test_losses_that_heed_no_count_of_tokens(stages, tmp_path):
+    """Found on the model itself, and on a clone where its forward cannot even be told the count."""
+    sizes = OwnConfig(dim=32, n_blocks=2, n_head=2, vocab_size=97)
+    for model in (OwnLoss(sizes), Addition(sizes)):
+        args = MeshAdaptArguments(output_dir=str(tmp_path), pipeline_stages=stages, use_cpu=True, report_to="none")
+        with pytest.raises(NotImplementedError, match="the loss of .*num_items_in_batch.*self.loss_function"):
+            MeshAdaptTrainer(model=model, args=args, train_dataset=Rows(4), data_collator=collate_fixed)
     with pytest.raises(NotImplementedError, match="NoCount: its forward takes no num_items_in_batch.*kwargs"):
         check_split(NoCount(OwnConfig()), MeshConfig(stages=stages))
 

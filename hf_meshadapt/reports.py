@@ -1,0 +1,27 @@
+"""What a run says of itself: measured figures beside planned ones, and the speed of evaluations. Pure."""
+
+from __future__ import annotations
+
+
+def mesh_report(logged: dict[str, float], plan) -> dict:
+    """Joins what was measured (`Figures.logs`) with a byte plan; see `MeshAdaptMixin.mesh_report`."""
+    axes = [axis for axis in ("pipeline", "tied", "data_parallel", "anchor", "control") if plan.axis_bytes(axis)]
+    measured = {axis: logged[f"bytes_per_token_{axis}"] for axis in axes if f"bytes_per_token_{axis}" in logged}
+    if "bytes_per_token" in logged:
+        measured["total"] = logged["bytes_per_token"]
+    return {
+        "tokens_per_second": logged.get("tokens_per_second"),
+        "wait_share": logged.get("wait_share"),
+        "bytes_per_token": measured,
+        "planned_bytes_per_token": {axis: plan.bytes_per_token(axis) for axis in (*axes, "total")},
+        "bytes_ratio_to_dense": {axis: plan.ratio_to_dense(axis) for axis in (*axes, "total")},
+    }
+
+
+def speed_of(metrics: dict, prefix: str, num_batches: int) -> dict:
+    """The figures that Trainer derives from the time that an evaluation took; it takes stages for replicas."""
+    names = (f"{prefix}_{name}" for name in ("runtime", "samples_per_second", "steps_per_second"))
+    speed = {name: metrics[name] for name in names if name in metrics}
+    if seconds := speed.get(f"{prefix}_runtime"):
+        speed[f"{prefix}_steps_per_second"] = round(num_batches / seconds, 3)
+    return speed
