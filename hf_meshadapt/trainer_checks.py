@@ -13,6 +13,7 @@ from transformers.trainer_utils import has_length
 
 from .arguments import MeshAdaptArguments
 from .engine import MeshEngine
+from .pipeline.refusals import refuse_partial_outputs
 from .pipeline.stage import LossFunction
 
 # Methods that a mesh never calls, and what to use instead.
@@ -48,6 +49,7 @@ def refuse_model(trainer) -> None:
     for name, reason in UNSAVABLE.items():
         if getattr(trainer.model, name, None) is not None:
             raise NotImplementedError(f"{type(trainer.model).__name__} with {name}: {reason}")
+    refuse_partial_outputs(trainer.model.config)  # once more: TRL sets some when the model has been cut
 
 
 def refuse_raw_data(trainer) -> None:
