@@ -17,6 +17,7 @@ _PUBLIC = {
     "MeshAdaptSFTConfig": "sft",
     "MeshConfig": "config",
     "BoundaryConfig": "config",
+    "EvalCallback": "evaluation.callback",
     "byte_plan": "planner",
 }
 

@@ -142,6 +142,13 @@ class Agreements:
                 f"the stages of replica {self.topology.replica} have read different batches {when} ({found}). {ALIKE}"
             )
 
+    def from_first(self, value):
+        """Gives all ranks the JSON-able value of rank 0; others' values are ignored."""
+        if self.groups is None:
+            return value
+        with self.naming("what rank 0 found out, together with"):
+            return exchange_json(value if self.topology.rank == 0 else None, self.groups.save)[0]
+
     @contextlib.contextmanager
     def _waiting(self, awaited: str, ranks: list[int]) -> Iterator[None]:
         with self.naming(awaited, ranks), self.step_meter.waiting():

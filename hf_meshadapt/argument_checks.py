@@ -173,6 +173,11 @@ class ArgumentChecks:
         for name, reason in UNSUPPORTED.items():
             if getattr(self, name):
                 raise NotImplementedError(f"{name}={getattr(self, name)!r}: {reason}")
+        if self.push_to_hub and self.save_on_each_node:
+            raise NotImplementedError(
+                "push_to_hub=True with save_on_each_node=True: rank 0's machine has the weights of its own stages only, "
+                "and half a model would be uploaded. Leave one of them out"
+            )
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
             if os.environ.get(name, "false").lower() in ("1", "true"):
                 raise NotImplementedError(f"{name}={os.environ[name]}: {UNSUPPORTED['fsdp']} in accelerate's config")

@@ -28,6 +28,7 @@ from .arguments import MeshAdaptArguments
 from .batches import checked, drawn_alike, num_real, shard_by_replica, source_of, tensors_of, without_repeats
 from .engine import MeshEngine
 from .evaluation_loop import evaluation_loop
+from .hub_trainer import HubMixin
 from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
 from .progress import MeshProgressCallback
@@ -45,7 +46,7 @@ from .trainer_checks import (
 logger = logging.getLogger(__name__)
 
 
-class MeshAdaptMixin:
+class MeshAdaptMixin(HubMixin):
     """Puts a pipeline mesh under a Trainer class; `MeshAdaptTrainer` is this over transformers' Trainer.
 
     Args:
@@ -328,15 +329,17 @@ class MeshAdaptMixin:
         """Writes one ordinary Hugging Face checkpoint; call it on all ranks."""
         folder = Path(output_dir or self.args.output_dir)
         with self.engine.naming("saving together with"):
+            self._take_report()
             mesh_checkpoint.save_model(self.engine, folder, self._save_extras, self.args.save_on_each_node)
-        if self.args.push_to_hub and not _internal_call and self.is_world_process_zero():
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if self.args.push_to_hub and not _internal_call:
+            self._push_saved(folder)
 
     def _save_extras(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         (folder / "training_args.json").write_text(self.args.to_json_string() + "\n")  # tokens are masked in it
+        self._write_record(folder)
 
     def _save_checkpoint(self, model, trial) -> None:
         self.store_flos()
@@ -355,6 +358,7 @@ class MeshAdaptMixin:
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
         with self.engine.naming("saving together with"):
+            self._take_report()
             is_leader = mesh_checkpoint.save_checkpoint(
                 self.engine,
                 final,

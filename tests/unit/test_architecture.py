@@ -57,12 +57,22 @@ PURE = [
     "pipeline/shape_cache.py",
     "pipeline/refusals.py",
     "pipeline/tiny_clone.py",
+    "hub_names.py",
+    "loss_curve.py",
+    "card_sections.py",
+    "run_record.py",
+    "card.py",
+    "hub.py",
+    "evaluation/groups.py",
+    "evaluation/local_tasks.py",
+    "evaluation/sandbox.py",
 ]
 HEAVY = ("torch.distributed", "accelerate", "transformers")
 # A module may import its own layer and those before it.
 LAYERS = [
     {"config", "mesh"},
     {"presets", "planner", "memory", "boundary", "spectral", "gradients", "sampling", "waiting", "anchor"},
+    {"hub_names", "shipped", "loss_curve", "card_sections", "child_process", "staging"},
     {
         "metering",
         "figures",
@@ -74,13 +84,14 @@ LAYERS = [
         "shard_transfer",
         "pipeline",
     },
-    {"agreements"},
-    {"calibration", "adaptive", "probing"},
-    {"engine"},
+    {"agreements", "run_record"},
+    {"calibration", "adaptive", "probing", "card", "merging"},
+    {"engine", "hub", "evaluation"},
     {"mesh_checkpoint", "argument_checks", "arguments", "progress", "batches", "reports"},
-    {"evaluation_loop", "trainer_checks", "sft_checks"},
+    {"evaluation_loop", "trainer_checks", "sft_checks", "hub_trainer", "memory_report"},
     {"trainer"},
     {"sft"},
+    {"cli", "__main__"},
 ]
 
 

@@ -127,6 +127,11 @@ UNSUPPORTED = [
     ({"accelerator_config": {"even_batches": False}}, "accelerator_config={'even_batches': False}", "Leave it unset"),
     ({"torch_compile": True}, "torch_compile=True", "Unset it"),
     ({"use_liger_kernel": True}, "use_liger_kernel=True", "Unset it"),
+    (
+        {"push_to_hub": True, "save_on_each_node": True},
+        "push_to_hub=True with save_on_each_node",
+        "Leave one of them out",
+    ),
     ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False", "Leave it at True"),
 ]
 

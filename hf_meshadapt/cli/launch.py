@@ -1,0 +1,80 @@
+"""`meshadapt launch`: accelerate's launcher with the launch files that ship here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from .options import add_command
+
+CONFIGS = ("cpu_2x1", "cpu_2x2", "cpu_4x1", "gpu_2x2", "two_machines_2x1")
+
+
+def add_commands(commands) -> None:
+    launch = add_command(
+        commands,
+        "launch",
+        run,
+        "start a training script on several processes, by accelerate's launcher",
+        "meshadapt launch --config cpu_2x2 train.py --pipeline_stages 2 --output_dir runs/try",
+    )
+    what = launch.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--config",
+        metavar="NAME",
+        help=f"a launch file of ours ({', '.join(CONFIGS)}: stages x replicas) or the path of your own",
+    )
+    what.add_argument("--num-processes", type=int, metavar="N", help="so many processes on this machine")
+    launch.add_argument("--cpu", action="store_true", help="with --num-processes: on the CPU")
+    launch.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
+    launch.add_argument("script", metavar="SCRIPT", help="the training script")
+    launch.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+
+
+def run(args) -> int:
+    command = launch_command(args.config, args.num_processes, [args.script, *args.script_args])
+    if args.cpu and args.config:
+        raise ValueError("--cpu has no effect with --config: choose a launch file whose name begins with cpu")
+    if args.dry_run:
+        import shlex
+
+        print("ACCELERATE_USE_CPU=true " * args.cpu + shlex.join(command))
+        return 0
+    if args.cpu:
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher's own --cpu would start one process
+    os.execv(command[0], command)
+
+
+def launch_command(config: str | None, num_processes: int | None, script: list[str]) -> list[str]:
+    """The command that starts `script`.
+
+    Raises:
+        ValueError: no such launch file, or fewer than two processes.
+    """
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    if config is not None:
+        return [*launcher, "--config_file", str(config_file(config)), *script]
+    if num_processes < 2:
+        raise ValueError(
+            f"--num-processes={num_processes}: must be at least 2. For one process (the emulated mesh) run the script with "
+            "python"
+        )
+    single_machine = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    # Port 0: any free one, so that two runs on a machine do not meet.
+    return [*launcher, *single_machine, "--main_process_port", "0", "--num_processes", str(num_processes), *script]
+
+
+def config_file(name: str) -> Path:
+    """
+    Raises:
+        ValueError: neither one of ours nor a file.
+    """
+    from ..shipped import shipped_file
+
+    if name in CONFIGS:
+        return shipped_file(f"accelerate_configs/{name}.yaml")
+    if not Path(name).is_file():
+        raise ValueError(f"--config={name}: no such file. Use one of {', '.join(CONFIGS)} or a path")
+    return Path(name)

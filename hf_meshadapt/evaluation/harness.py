@@ -1,0 +1,222 @@
+"""Evaluates a saved model by lm-eval in a clean process and keeps the results beside it, in `evaluation.json`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..card import CARD_NAME, EVALUATION_NAME, is_unedited, write_card
+from ..checkpoint_folder import read_json, write_json
+from ..child_process import ChildFailed, child_environment
+from ..hub_names import hub_id
+from ..run_record import RECORD_NAME, load_record
+from .groups import check_code_execution, resolve_tasks
+from .local_tasks import write_local_tasks
+
+logger = logging.getLogger(__name__)
+
+BUILDERS = ("json", "csv", "text", "parquet", "pandas", "arrow")  # readers of local files, no data sets
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How lm-eval is run; what is None is lm-eval's own default.
+
+    Attributes:
+        tasks: tasks of lm-eval, of `groups.LOCAL_TASKS`, or domains of `groups.DOMAINS`.
+        limit: evaluate the first so many examples of every task only.
+        num_fewshot: examples in the prompt.
+        batch_size: rows at once.
+        device: `cpu`, `cuda:0`, ...; None takes a GPU where there is one.
+        dtype: of the weights.
+        chat_template: ask through the tokenizer's chat template.
+        include_path: folder with further task files.
+        allow_code_execution: run code that the model writes.
+        timeout_seconds: deadline of one model's evaluation.
+    """
+
+    tasks: tuple[str, ...]
+    limit: int | None = None
+    num_fewshot: int | None = None
+    batch_size: int = 8
+    device: str | None = None
+    dtype: str = "auto"
+    chat_template: bool = False
+    include_path: str | None = None
+    allow_code_execution: bool = False
+    timeout_seconds: float = 24 * 3600.0
+
+    def resolved(self) -> list[str]:
+        """The tasks to run.
+
+        Raises:
+            ValueError, NotImplementedError: see `groups`.
+        """
+        tasks = resolve_tasks(list(self.tasks))
+        check_code_execution(tasks, self.allow_code_execution)
+        return tasks
+
+
+def evaluate(folder: Path, options: EvaluationOptions, base_model: str | None = None) -> dict:
+    """Evaluates the model in `folder`, and before it `base_model` on the same tasks; writes `evaluation.json`.
+
+    A card that nobody has edited is written anew with the results.
+
+    Returns:
+        What it wrote: lm-eval's version, `results` as {task: {metric: {value, stderr}}}, `samples` and `datasets` by task,
+        the base model's name (where it is one of the Hub) and results, and the run's step.
+
+    Raises:
+        ValueError: no model, or tasks that do not exist.
+        ImportError: lm-eval is missing.
+        ChildFailed: lm-eval failed.
+    """
+    evaluation = run_on(folder, options, base_model)
+    keep(folder, evaluation)
+    return evaluation
+
+
+def run_on(folder: Path, options: EvaluationOptions, base_model: str | None = None) -> dict:
+    """`evaluate` without writing anything."""
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ValueError(f"{folder} holds no saved model: give the folder of save_model()")
+    before = run_harness(base_model, options) if base_model else None
+    after = run_harness(str(folder), options)
+    return {
+        "lm_eval": importlib.metadata.version("lm_eval"),
+        "limit": options.limit,
+        "num_fewshot": options.num_fewshot,
+        "step": load_record(folder)["global_step"] if (folder / RECORD_NAME).is_file() else None,
+        **after,
+        "base": before and {"model": hub_id(base_model), "results": before["results"]},
+    }
+
+
+def keep(folder: Path, evaluation: dict) -> None:
+    """Writes results beside a model, and its card anew unless it was edited."""
+    has_card = (folder / CARD_NAME).is_file() and (folder / RECORD_NAME).is_file()
+    unedited = has_card and is_unedited(folder)  # before the results change what it should say
+    write_results(folder, with_earlier(folder / EVALUATION_NAME, evaluation))
+    if unedited:
+        write_card(folder)
+    elif has_card:
+        logger.warning("%s was edited and stays as it is: `meshadapt card %s` writes it anew", CARD_NAME, folder)
+
+
+def write_results(folder: Path, evaluation: dict) -> None:
+    """Writes `evaluation.json` at once, since a card may be made from it meanwhile."""
+    partial = folder / f".partial-{EVALUATION_NAME}"
+    write_json(partial, evaluation)
+    os.replace(partial, folder / EVALUATION_NAME)
+
+
+def with_earlier(path: Path, evaluation: dict) -> dict:
+    """Adds the results of other tasks from an earlier evaluation of the same model in the same way."""
+    earlier = read_json(path) if path.is_file() else {}
+    same = all(earlier.get(key) == evaluation[key] for key in ("lm_eval", "limit", "num_fewshot", "step"))
+    # A base model's results stand beside all of a model's, or none.
+    if not earlier or not same or bool(earlier["base"]) != bool(evaluation["base"]):
+        return evaluation
+    merged = {key: earlier[key] | evaluation[key] for key in ("results", "samples", "datasets")}
+    base = evaluation["base"]
+    if base:
+        merged["base"] = base | {"results": earlier["base"]["results"] | base["results"]}
+    return evaluation | merged
+
+
+def run_harness(model: str, options: EvaluationOptions) -> dict:
+    """lm-eval on one model, in a process of its own: `results`, `samples` and `datasets`."""
+    require_lm_eval()
+    tasks = options.resolved()
+    with tempfile.TemporaryDirectory(prefix="meshadapt-eval-") as folder:
+        tasks_folder = Path(folder, "tasks")
+        tasks_folder.mkdir()
+        write_local_tasks(tasks, tasks_folder)
+        request = {
+            **vars(options),
+            **_model_and_adapter(model),
+            "tasks": tasks,
+            "include_path": [str(tasks_folder), *([options.include_path] if options.include_path else [])],
+        }
+        found = _run_worker(request, Path(folder))
+    return summarise(found)
+
+
+def require_lm_eval() -> None:
+    """
+    Raises:
+        ImportError: it is missing.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError("evaluation needs lm-eval: pip install 'hf_meshadapt[eval]'")
+
+
+def _model_and_adapter(model: str) -> dict:
+    path = Path(model, "adapter_config.json")
+    if not path.is_file():
+        return {"model": model, "peft": None}
+    return {"model": json.loads(path.read_text())["base_model_name_or_path"], "peft": model}
+
+
+def _run_worker(request: dict, folder: Path) -> dict:
+    write_json(folder / "request.json", request)
+    command = [sys.executable, "-m", "hf_meshadapt.evaluation.worker"]
+    paths = [str(folder / "request.json"), str(folder / "result.json")]
+    with (folder / "log.txt").open("w") as log:
+        try:
+            code = subprocess.run(
+                [*command, *paths],
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=request["timeout_seconds"],
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise ChildFailed(f"lm-eval on {request['model']} took longer than {error.timeout:g} s: ended") from error
+    if code:
+        raise ChildFailed(f"lm-eval on {request['model']} failed: {last_error(folder / 'log.txt', code)}")
+    return read_json(folder / "result.json")
+
+
+def last_error(log: Path, code: int) -> str:
+    """The exception that ended a Python process, out of what it printed: a progress bar may have printed after it."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line)]
+    return (raised or lines or [f"exit code {code}"])[-1]
+
+
+def summarise(found: dict) -> dict:
+    """lm-eval's results by task and metric, its numbers untouched."""
+    results: dict[str, dict] = {}
+    for task, values in found["results"].items():
+        for key, value in values.items():
+            metric, _, kind = key.partition(",")
+            if not kind or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = values.get(f"{metric}_stderr,{kind}")
+            entry = {"value": value, "stderr": stderr if isinstance(stderr, int | float) else None}
+            results.setdefault(task, {})[metric if kind == "none" else key] = entry
+    samples = {task: counts["effective"] for task, counts in found["n-samples"].items()}
+    sources = {task: config.get("dataset_path") for task, config in found["configs"].items()}
+    datasets = {task: None if source in BUILDERS else hub_id(source) for task, source in sources.items()}
+    return {"results": results, "samples": samples, "datasets": datasets}
+
+
+def describe(evaluation: dict) -> str:
+    """The results as a table for a terminal, with the base model's beside them."""
+    from ..card_sections import evaluation_rows
+
+    header = ["task", "metric", "examples", *(["base model"] if evaluation["base"] else []), "this model"]
+    rows = [header, *map(list, evaluation_rows(evaluation))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

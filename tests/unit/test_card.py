@@ -1,0 +1,196 @@
+"""The model card: valid whatever a run knew about itself, free of local paths, and without a number of its own."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import logging
+import re
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_meshadapt.card import card_of, is_unedited, render_card, write_card
+from hf_meshadapt.checkpoint_folder import write_json
+from hf_meshadapt.run_record import RECORD_FORMAT, RECORD_NAME, load_record
+from tests.hub_cards import card_faults
+
+RECORD = {
+    "format": RECORD_FORMAT,
+    "model": {
+        "base_model": "meta-llama/Llama-3.2-1B",
+        "architecture": "LlamaForCausalLM",
+        "model_type": "llama",
+        "metadata": {"license": "llama3.2", "language": ["en", "de"]},
+    },
+    "datasets": ["openai/gsm8k"],
+    "arguments": {"learning_rate": 2e-5, "max_steps": 40, "seed": 7, "lr_scheduler_type": "cosine"},
+    "mesh": {
+        "stages": 4, "replicas": 2, "chunks_per_rank": 1, "microbatches": 8, "schedule": "gpipe", "emulated": False,
+    },
+    "boundary": {
+        "codec": "random_mask", "mask_ratio": 0.95, "exact_first_token": True, "predictor": "mean",
+        "wire_dtype": "bfloat16", "budget": 0.0,
+    },
+    "device": "cpu",
+    "report": {
+        "tokens_per_second": 1234.5,
+        "wait_share": 0.125,
+        "bytes_per_token": {"pipeline": 771.25, "total": 8123.75},
+        "planned_bytes_per_token": {"pipeline": 768.0, "data_parallel": 7000.0, "total": 7768.0},
+        "bytes_ratio_to_dense": {"pipeline": 0.064, "data_parallel": 1.0, "total": 0.4},
+        "calibration": {"passes": 3, "seconds": 1.5},
+        "boundary_budgets": None,
+        "prior_age_steps": 17,
+    },
+    "global_step": 40,
+    "log_history": [
+        {"step": 10, "loss": 3.5, "epoch": 0.25},
+        {"step": 40, "loss": 2.125, "epoch": 1.0},
+        {"step": 40, "eval_loss": 2.375, "epoch": 1.0},
+    ],
+    "versions": {"hf_meshadapt": "0.1.0", "torch": "2.13.0", "python": "3.11.4"},
+}  # fmt: skip
+EVALUATION = {
+    "lm_eval": "0.4.13",
+    "limit": None,
+    "results": {"gsm8k_heldout": {"exact_match,strict-match": {"value": 0.21, "stderr": 0.022}}},
+    "base": {"results": {"gsm8k_heldout": {"exact_match,strict-match": {"value": 0.11, "stderr": 0.017}}}},
+    "samples": {"gsm8k_heldout": 319},
+    "datasets": {"gsm8k_heldout": "json"},
+}
+
+
+def assert_valid(text: str) -> ModelCard:
+    """By the Hub's rules, and huggingface_hub reads back what it wrote."""
+    assert card_faults(text) == []
+    card = ModelCard(text)  # strict: raises on a model-index that it cannot read
+    assert card_faults(str(card)) == []
+    assert card.data.library_name in ("transformers", "peft")
+    return card
+
+
+# What a run may know: all of it, none of it, and what no card may show.
+PLACE = "/home/somebody/secret"
+BASES = ("meta-llama/Llama-3.2-1B", PLACE, None, "", "~/models/x", "gpt2")
+DATASETS = (["openai/gsm8k"], [PLACE], [None], [], ["openai/gsm8k", None, "./data.json"])
+METADATA = ({}, {"license": "other"}, {"license": "Apache-2.0", "language": "EN"}, {"language": [None, "english"]})
+ADDED = ({}, {"license": "mit", "tags": ["maths"]}, {"base_model": PLACE, "datasets": [PLACE], "model_name": PLACE})
+SOURCES = list(itertools.islice(zip(*map(itertools.cycle, (BASES, DATASETS, METADATA, ADDED))), 20))
+
+
+@pytest.mark.parametrize("number", range(len(SOURCES)))
+def test_any_metadata_makes_a_valid_card_without_local_places(number):
+    base, datasets, metadata, added = SOURCES[number]
+    record = copy.deepcopy(RECORD)
+    record["model"] |= {"base_model": base, "metadata": metadata}
+    record["datasets"] = datasets
+    evaluation = EVALUATION if number % 2 else None
+    card = assert_valid(render_card(record, evaluation, added, is_adapter=number % 3 == 0))
+    assert (
+        "somebody" not in str(card)
+        and "/home" not in str(card)
+        and "data.json" not in str(card)
+        and "~/" not in str(card)
+    )
+    named = added.get("base_model", base)  # what a user adds wins
+    assert card.data.get("base_model") == (named if named in ("meta-llama/Llama-3.2-1B", "gpt2") else None)
+    assert ("base_model_relation" in card.data) == (card.data.base_model is not None)
+    assert (card.data.datasets is not None) == ("openai/gsm8k" in datasets and PLACE not in added.get("datasets", ()))
+
+
+def test_a_run_that_has_not_begun_has_a_card_too():
+    record = RECORD | {"report": None, "log_history": [], "global_step": 0, "arguments": {}}
+    record["model"] = RECORD["model"] | {"architecture": "BertForMaskedLM", "base_model": None, "metadata": {}}
+    text = render_card(record, has_tokenizer=False)
+    assert_valid(text)
+    assert "from transformers import BertForMaskedLM\n" in text and "What it sent" not in text
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_its_code_blocks_are_python_and_its_arguments_are_ours(is_adapter):
+    from hf_meshadapt import MeshAdaptArguments
+
+    text = render_card(RECORD, added={"repo_id": "me/x"}, is_adapter=is_adapter)
+    load, arguments = re.findall(r"```python\n(.*?)```", text, re.S)
+    compile(load, "load", "exec")
+    made = {}
+    exec(arguments, made)
+    assert isinstance(made["args"], MeshAdaptArguments) and made["args"].max_steps == 40
+
+
+def test_results_are_in_the_metadata_and_beside_the_base_models():
+    card = assert_valid(render_card(RECORD, EVALUATION, {"repo_id": "me/maths"}))
+    assert [(r.dataset_name, r.metric_value) for r in card.data.eval_results] == [("gsm8k_heldout", 0.21)]
+    assert card.data.model_name == "maths"
+    row = "| gsm8k_heldout | exact_match,strict-match | 319 | 0.1100 ± 0.0170 | 0.2100 ± 0.0220 |"
+    assert row in str(card)
+    assert "Only the first 20 examples" in render_card(RECORD, EVALUATION | {"limit": 20})
+
+
+def test_every_number_in_a_table_is_one_that_was_recorded():
+    text = render_card(RECORD, EVALUATION)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    shown = {float(found.replace(",", "")) for row in rows for found in re.findall(r"(?<![\w.])\d[\d,]*\.?\d*", row)}
+    dense = {768.0 / 0.064, 7000.0, 7768.0 / 0.4}  # planned / its share of dense
+    shares = {100 * share for share in (0.125, 0.064, 1.0, 0.4)}
+    recorded = set(numbers(RECORD)) | set(numbers(EVALUATION)) | dense | shares | {8.0}  # 8: stages x replicas
+    missing = {value for value in shown if not any(abs(value - known) <= 6e-4 * abs(known) for known in recorded)}
+    assert len(shown) > 20 and not missing
+
+
+def numbers(value) -> list[float]:
+    if isinstance(value, dict):
+        return [number for entry in value.values() for number in numbers(entry)]
+    if isinstance(value, list):
+        return [number for entry in value for number in numbers(entry)]
+    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+# The folder ----------------------------------------------------------------------------------------------------------
+
+
+def make_folder(folder):
+    write_json(folder / RECORD_NAME, RECORD)
+    return folder
+
+
+def test_a_card_remembers_what_was_added_and_draws_the_losses(tmp_path):
+    folder = make_folder(tmp_path)
+    write_card(folder, license="mit", repo_id="me/maths")
+    write_card(folder, language="en")
+    card = assert_valid((folder / "README.md").read_text())
+    assert (card.data.license, card.data.language) == ("mit", ["en"])
+    assert 'name = "me/maths"' in card.text and "](loss_curve.png)" in card.text
+    assert (folder / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(folder.glob(".*"))
+    with pytest.raises(ValueError, match="licence: not on the card. Known are .*license"):
+        write_card(folder, licence="mit")
+
+
+def test_only_results_of_this_very_model_are_on_its_card(tmp_path, caplog):
+    folder = make_folder(tmp_path)
+    write_json(folder / "evaluation.json", EVALUATION | {"step": 40})
+    assert "0.2100" in card_of(folder)
+    write_json(folder / "evaluation.json", EVALUATION | {"step": 30})
+    with caplog.at_level(logging.WARNING):
+        assert "0.2100" not in card_of(folder)
+    assert "step 30" in caplog.text
+
+
+def test_an_edited_card_is_known_as_such(tmp_path):
+    folder = make_folder(tmp_path)
+    assert is_unedited(folder)
+    path = write_card(folder)
+    assert is_unedited(folder)
+    path.write_text(path.read_text() + "\nMy own words.\n")
+    assert not is_unedited(folder)
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"has no {RECORD_NAME}: give a folder"):
+        load_record(tmp_path)
+    (tmp_path / RECORD_NAME).write_text(json.dumps({"format": 99}))
+    with pytest.raises(ValueError, match="format 99"):
+        load_record(tmp_path)
