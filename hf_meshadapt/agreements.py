@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from safetensors.torch import load, save
 
 from .config import MeshConfig
 from .figures import StepMeter
+from .fingerprints import Fingerprint, refuse_differences
 from .mesh import MeshGroups, MeshTopology
 from .metering import exchange_json
 from .waiting import Waiter
@@ -42,6 +43,23 @@ class Agreements:
         with self.naming("small facts from", self._pipeline):
             everyone = exchange_json(sorted(mine.items()), self.groups.control)
         return {chunk: names for claims in everyone for chunk, names in claims}
+
+    def refuse_unlike(self, fingerprint: Callable[[], Fingerprint]) -> None:
+        """Raises ValueError on all ranks where what they made `fingerprint` of differs; says what, where and how."""
+        if self.groups is None:
+            return
+        mine = fingerprint()
+        with self.naming("fingerprints from"):
+            everyone = exchange_json(mine, self.groups.save)
+        refuse_differences(everyone)
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Sums a list of figures, element by element, over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.groups is not None:
+            with self.naming("the last steps' figures from"):
+                dist.all_reduce(tensor, group=self.groups.save)
+        return tensor.tolist()
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums a small CPU tensor over the replicas of this stage."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import torch
+from transformers import TrainingArguments
 
 from .config import SCHEDULES, WIRE_DTYPE_BYTES
+from .field_checks import RANGES, check_range, check_type
 from .pipeline.microbatch import largest_divisor
 from .presets import BOUNDARY_FIELDS, PRESETS, resolve_boundary, user_error
 
@@ -38,6 +41,23 @@ UNSUPPORTED = {
 class ArgumentChecks:
     """Mixin of `MeshAdaptArguments`: checks its fields and fills in those that follow from others."""
 
+    def _check_fields(self, annotations: dict[str, str]) -> None:
+        """Types, ranges and choices of single fields.
+
+        Args:
+            annotations: of the class that adds the mesh's fields, as written. HfArgumentParser replaces those of
+                `dataclasses.fields`, and subclasses have fields that are not ours to check.
+        """
+        trainers_own = {field.name for field in fields(TrainingArguments)}
+        for name, annotation in annotations.items():
+            value = getattr(self, name)
+            listed = name == "pipeline_split" and isinstance(value, (list, tuple))  # numbers instead of a text
+            if name not in trainers_own and not listed:
+                check_type(name, value, annotation)
+        for name in RANGES:
+            check_range(name, getattr(self, name))
+        self._check_choices()
+
     def _check_choices(self) -> None:
         if self.wire_backend is None:
             self.wire_backend = "gloo"
@@ -46,6 +66,7 @@ class ArgumentChecks:
             "pipeline_schedule": SCHEDULES,
             "wire_dtype": (*WIRE_DTYPE_BYTES, None),
             "wire_backend": ("gloo", "nccl"),
+            "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
             "model_dtype": ("auto", "float32", "bfloat16"),
         }
         for name, allowed in choices.items():
@@ -89,8 +110,7 @@ class ArgumentChecks:
             self.calibration_tokens = DEFAULT_CALIBRATION_TOKENS
 
     def _check_mesh(self) -> None:
-        batches = ("per_device_train_batch_size", "per_device_eval_batch_size")
-        for name in ("pipeline_stages", "pipeline_chunks_per_rank", *batches):
+        for name in ("pipeline_stages", "pipeline_chunks_per_rank"):
             if getattr(self, name) < 1:
                 raise user_error(name, getattr(self, name), "must be at least 1", "Use 1 or more")
         for name in ("link_timeout_seconds", "ddp_timeout"):
@@ -228,7 +248,7 @@ class ArgumentChecks:
         parts = self.pipeline_split
         try:
             layers = tuple(int(part) for part in (parts.split(",") if isinstance(parts, str) else parts))
-        except ValueError:
+        except (ValueError, TypeError):
             layers = ()
         if len(layers) != self.num_chunks or min(layers) < 1:
             raise user_error(

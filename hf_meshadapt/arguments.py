@@ -234,7 +234,7 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
     )
 
     def __post_init__(self):
-        self._check_choices()
+        self._check_fields(MeshAdaptArguments.__annotations__)
         self._resolve_boundary()
         self._check_mesh()
         self._resolve_calibration()

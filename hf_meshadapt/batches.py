@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from accelerate import Accelerator
@@ -14,8 +15,19 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 
 from .agreements import Agreements
+from .data_checks import IGNORED, NamingCollator, check_tokens, range_fault, token_range
+from .engine import MeshEngine
+from .fingerprints import is_indexed, spread
 from .pipeline.microbatch import mask_rows
+from .random_states import random_states_kept
 from .sampling import REAL_ROWS, CountingCollator, ReplicaStream
+
+logger = logging.getLogger(__name__)
+
+# Of a training set, at most, in search of a label.
+NUM_SAMPLED_ROWS = 32
+# From labels (B, T) to how many of them are predicted, scalar.
+CountLabels = Callable[[torch.Tensor], torch.Tensor]
 
 
 def shard_by_replica(loader: DataLoader, accelerator: Accelerator, ranks: Agreements) -> DataLoader:
@@ -29,6 +41,8 @@ def shard_by_replica(loader: DataLoader, accelerator: Accelerator, ranks: Agreem
             loader.worker_init_fn = functools.partial(loader.worker_init_fn, rank=ranks.topology.replica)
     if streams and replicas > 1:
         loader = _stream_loader(loader, replicas, ranks.topology.replica)
+    else:
+        loader.collate_fn = NamingCollator(loader.collate_fn)
     loader = prepare_data_loader(
         loader,
         accelerator.device,
@@ -56,7 +70,7 @@ def _stream_loader(loader: DataLoader, replicas: int, replica: int) -> DataLoade
         ReplicaStream(loader.dataset, loader.batch_size, replicas, replica),
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
-        collate_fn=CountingCollator(loader.collate_fn),
+        collate_fn=CountingCollator(NamingCollator(loader.collate_fn)),
         persistent_workers=loader.persistent_workers,
         **{name: getattr(loader, name) for name in kept},
     )
@@ -101,20 +115,22 @@ def checked(batch) -> dict:
     """The batch as a dict, its repeats without labels.
 
     Raises:
-        ValueError: it has no labels, or an entry that is no tensor with a row per sequence.
+        ValueError: it has no labels or no tokens that a model could take, or an entry that is no tensor with a row per
+            sequence.
         NotImplementedError: it has labels that are shifted already.
     """
     batch = dict(batch)
     if "labels" not in batch:
         raise ValueError(
-            f"the batch has no labels (only {', '.join(batch)}): use a data collator that makes them, such as "
+            f"the batch has no labels (only {', '.join(batch) or 'nothing'}): use a data collator that makes them, such as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
     if "shift_labels" in batch:
         raise NotImplementedError(
             "shift_labels in the batch: repeated rows would keep them. Let the collator give labels, which the model shifts"
         )
-    rows = len(batch["labels"])
+    labels = batch["labels"]
+    rows = len(labels) if isinstance(labels, torch.Tensor) and labels.dim() else 0
     for name, value in batch.items():
         if name != REAL_ROWS and not (isinstance(value, torch.Tensor) and value.dim() and len(value) == rows):
             what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -122,7 +138,78 @@ def checked(batch) -> dict:
                 f"batch entry {name} ({what}): only tensors with one row for each of the {rows} sequences can be cut into "
                 "microbatches. Leave it out in the data collator, or set remove_unused_columns=True"
             )
+    batch = check_tokens(batch)
     return mask_rows(batch, num_real(batch)) if REAL_ROWS in batch else batch
+
+
+def sound(batch, engine: MeshEngine) -> dict:
+    """The batch as `checked` gives it, if the model's tables have its tokens, labels and positions. Where ranks read other
+    rows it is `agreed_num_items` that tells all of them.
+
+    Raises:
+        ValueError: they are not, or as `checked`.
+    """
+    batch = checked(batch)
+    layout = engine.parts.layout
+    if fault := range_fault(token_range(batch).cpu(), layout.vocab_size, layout.num_positions):
+        raise ValueError(fault)
+    return batch
+
+
+def agreed_num_items(batches: list[dict], count_labels: CountLabels, engine: MeshEngine, step: int) -> torch.Tensor:
+    """Predicted tokens of an optimizer step over all replicas, on the CPU; 1 where there are none, so that such a step
+    has loss 0 and no gradient. Trainer would divide by 0 and make every weight NaN.
+
+    Args:
+        batches: this process's, `checked`.
+        step: optimizer steps taken so far.
+
+    Raises:
+        ValueError: a batch of some replica has a token, label or position outside the model's tables; on all ranks.
+    """
+    count, fault = torch.zeros((), dtype=torch.long), None
+    if batches:
+        facts = [torch.stack([count_labels(batch["labels"]), *token_range(batch)]) for batch in batches]
+        facts = torch.stack(facts).cpu()  # one copy to the host
+        count = facts[:, 0].sum()
+        layout = engine.parts.layout
+        faults = (range_fault(extremes, layout.vocab_size, layout.num_positions) for extremes in facts[:, 1:])
+        fault = next(filter(None, faults), None)
+    count, num_faults = engine.sum_over_replicas(torch.stack([count, torch.tensor(int(fault is not None))]))
+    if num_faults:
+        raise ValueError(fault or "another replica's batch has tokens outside the model's tables: see its error")
+    if batches and not count and engine.topology.rank == 0:
+        logger.warning(
+            "At step %d no row of any replica has a label that counts: the loss is 0 and the optimizer steps without a "
+            "gradient. Filter such rows out, or look at whether truncation cuts the completions off",
+            step,
+        )
+    return count.clamp(min=1)
+
+
+def refuse_unlabelled(loader: DataLoader, rows: int, count_labels: CountLabels, engine: MeshEngine) -> None:
+    """Looks at some rows of a training set that has indices, batch by batch, until it finds a label.
+
+    Args:
+        rows: of a batch.
+
+    Raises:
+        ValueError: there is none, or what was looked at cannot be trained on; on all ranks, which read the same rows.
+    """
+    source = source_of(loader)
+    if not has_length(source) or not is_indexed(source):
+        return
+    places = spread(len(source), NUM_SAMPLED_ROWS)
+    with random_states_kept():
+        for start in range(0, len(places), rows):
+            batch = sound(loader.collate_fn([source[place] for place in places[start : start + rows]]), engine)
+            if count_labels(batch["labels"]):
+                return
+    raise ValueError(
+        f"train_dataset: none of the {len(places)} rows that were looked at has a label that counts, all are {IGNORED}. "
+        "Let the labels of what shall be learnt be its tokens; look at the completion mask, and whether truncation cuts "
+        "the completions off"
+    )
 
 
 def num_real(batch: dict) -> int:

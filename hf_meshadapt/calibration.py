@@ -20,6 +20,7 @@ from .adaptive import PassTimer, Workload, adapt_budgets
 from .boundary.fitting import BoundaryFit, fit_boundary
 from .boundary.observer import Observer
 from .boundary.predictor import FEATURE_SIZE, project_embedding
+from .boundary.statistics import BoundaryMoments
 from .pipeline.microbatch import Batch
 
 if TYPE_CHECKING:
@@ -98,11 +99,13 @@ def fit_boundaries(engine: MeshEngine, batches: list[Batch], rows: int, accumula
         engine.agree_on_length(batch["labels"].shape[1])
         with timer.timing():
             engine.runner.observe_batch(batch, rows, observers, gradients=boundary.fits_transforms)
-    fits, energies = {}, {}
-    for chunk, observer in observers.items():
-        moments = observer.moments()
+    everything = {chunk: observer.moments() for chunk, observer in observers.items()}
+    for moments in everything.values():
         for tensor in moments.tensors():
             tensor.copy_(engine.sum_over_replicas(tensor.cpu()))
+    refuse_nonfinite(engine, everything)
+    fits, energies = {}, {}
+    for chunk, moments in everything.items():
         fits[chunk] = fit_boundary(
             moments,
             transforms=boundary.fits_transforms,
@@ -115,6 +118,18 @@ def fit_boundaries(engine: MeshEngine, batches: list[Batch], rows: int, accumula
         adapt_budgets(engine, fits, energies, Workload(rows, length, accumulation, timer.busy_seconds()))
     hand_over(engine, {chunk: fit.state() for chunk, fit in fits.items()})
     return {chunk: fit.explained for chunk, fit in fits.items()}
+
+
+def refuse_nonfinite(engine: MeshEngine, moments: dict[int, BoundaryMoments]) -> None:
+    """Raises FloatingPointError on all ranks where a boundary, by receiving chunk, saw a number that is not finite."""
+    mine = {chunk: all(bool(tensor.isfinite().all()) for tensor in own.tensors()) for chunk, own in moments.items()}
+    broken = [chunk for chunk, finite in engine.share(mine).items() if not finite]
+    if broken:
+        stages = ", ".join(str(chunk % engine.mesh.stages) for chunk in sorted(broken))
+        raise FloatingPointError(
+            f"the calibration saw hidden states or gradients that are not finite arrive at stage {stages}: the model's "
+            "weights, or its loss on the first rows of the training set, are not finite. Load a model whose loss is"
+        )
 
 
 def held_out(index: int, num_batches: int) -> bool:

@@ -161,6 +161,19 @@ class BoundaryConfig:
         values = self.values_per_sequence(length, hidden_size) if self.coded else length * hidden_size
         return values * self.wire_bytes
 
+    def check_room(self, length: int, hidden_size: int) -> None:
+        """Raises ValueError where the budget leaves a sequence of `length` tokens no byte in a direction."""
+        if not self.coded:
+            return
+        least = replace(self, budgets=None)  # of all boundaries
+        for direction in ("forward", "backward"):
+            if not least.sequence_bytes(length, hidden_size, direction):
+                raise ValueError(
+                    f"boundary_budget={self.budget:g}: with forward_share={self.forward_share:g} it leaves no byte for the "
+                    f"{direction} pass of a sequence of {length} tokens of width {hidden_size}. Raise boundary_budget, or "
+                    "pad to longer sequences"
+                )
+
     def token_bytes(self, hidden_size: int, direction: str) -> int | None:
         """Bytes of a coded token where the codec alone decides them; None where the budget does.
 

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from .agreements import Agreements
 from .calibration import calibrate
 from .config import BoundaryConfig, MeshConfig
-from .gradients import clip_coefficient, scale_gradients, squared_norm, sum_tied
+from .fingerprints import Fingerprint, model_fingerprint, refuse_differences
+from .gradients import clip_coefficient, nonfinite_cause, scale_gradients, squared_norm, sum_tied
 from .ledger import Ledger
 from .memory import RankWeights
 from .mesh import MeshGroups, MeshTopology
+from .metering import exchange_json
 from .pipeline.assembly import ModelParts, build_stages
 from .pipeline.footprint import check_resident
 from .pipeline.intake import take_model
@@ -38,9 +40,13 @@ class MeshEngine(Agreements):
         mesh: shape of the mesh.
         boundary: what crosses a boundary.
         rank: this process's rank; 0 in the emulated mesh.
+        launch: what must be alike on all ranks before they form groups.
+
+    Raises:
+        ValueError: it is not; on all ranks.
     """
 
-    def __init__(self, mesh: MeshConfig, boundary: BoundaryConfig, rank: int):
+    def __init__(self, mesh: MeshConfig, boundary: BoundaryConfig, rank: int, launch: Fingerprint | None = None):
         self.mesh, self.boundary = mesh, boundary
         self.topology = MeshTopology(mesh.stages, mesh.replicas, rank)
         self.ledger = Ledger()
@@ -48,7 +54,7 @@ class MeshEngine(Agreements):
         self.waiter = Waiter(self._describe_stage, mesh.timeout_seconds, self.step_meter.add_wait)
         if not mesh.emulated:
             with self.naming("the process groups shared with"):
-                self.groups = within(mesh.timeout_seconds, self._make_groups)
+                self.groups = within(mesh.timeout_seconds, lambda: self._make_groups(launch or {}))
                 self.sockets.resolve_peers(self.groups.save)
             leave_world_at_exit()
         self.parts: ModelParts | None = None
@@ -62,9 +68,13 @@ class MeshEngine(Agreements):
         self._cut: tuple | None = None
         self._adapter: torch.nn.Module | None = None
         self._digest = torch.zeros(2, dtype=torch.long)  # of the batches of the optimizer step so far
+        self._step_loss = torch.zeros(())  # of the optimizer step so far, where the last stage is here
 
-    def _make_groups(self) -> MeshGroups:
-        return MeshGroups(self.topology, self.mesh.wire_backend, self.mesh.timeout_seconds, self.sockets)
+    def _make_groups(self, launch: Fingerprint) -> MeshGroups:
+        def agree(group: dist.ProcessGroup) -> None:
+            refuse_differences(exchange_json(launch, group))
+
+        return MeshGroups(self.topology, self.mesh.wire_backend, self.mesh.timeout_seconds, self.sockets, agree)
 
     # Model -----------------------------------------------------------------------------------------------------------
 
@@ -103,7 +113,11 @@ class MeshEngine(Agreements):
 
         Raises:
             NotImplementedError: the loss is not a sum over tokens divided by their number; on all ranks.
+            ValueError: ranks hold different models, or other weights under the same name; on all ranks.
         """
+        model, layout, _ = self._cut
+        copy = {layout.head_weight: layout.embedding_weight} if layout.tied else {}
+        self.refuse_unlike(lambda: model_fingerprint(model.config.to_dict(), model.state_dict(), copy))
         self.parts = build_stages(*self._cut, self.mesh, self.boundary, self.topology.stage, self.share, autocast)
         if self._adapter is not None:
             self.parts.take_adapter(self._adapter)
@@ -169,6 +183,7 @@ class MeshEngine(Agreements):
         self.waiter.step = step
         self.agree_on_length(batch["labels"].shape[1])
         self._digest = batch_digest(batch) + (self._digest if accumulation else 0)
+        self.boundary.check_room(batch["labels"].shape[1], self.parts.layout.hidden_size)
         seed, count = self.boundary.mask_seed, self.mesh.microbatches
         keys = [microbatch_keys(seed, step, accumulation, replica, count) for replica in self.local_replicas]
         # The data-parallel axis averages, the loss is normalised by all replicas' tokens.
@@ -176,6 +191,7 @@ class MeshEngine(Agreements):
         # Pipeline links name themselves; what is left is DDP's all-reduce, which fails within the backward pass.
         with self.naming("the other replicas' gradients from", self._replicas):
             loss = self.runner.train_batch(batch, rows, keys, divisor, sync)
+        self._step_loss = loss if accumulation == 0 else self._step_loss + loss
         if sync:
             self._sum_tied_gradients()
         return loss
@@ -192,6 +208,8 @@ class MeshEngine(Agreements):
 
     def calibrate(self, batches: list[Batch], rows: int, accumulation: int) -> None:
         """Fits the boundaries on uncoded passes; see `calibration.calibrate`. `calibration_cost` adds up what it cost."""
+        for batch in batches:
+            self.boundary.check_room(batch["labels"].shape[1], self.parts.layout.hidden_size)
         cost, before = calibrate(self, batches, rows, accumulation), self.calibration_cost or {}
         self.calibrated = True
         self.calibration_cost = {name: before.get(name, 0) + value for name, value in cost.items()}
@@ -221,11 +239,13 @@ class MeshEngine(Agreements):
 
         Raises:
             ValueError: the stages have read different batches; on all of them, before the optimizer steps.
+            FloatingPointError: it is not finite, as it is whenever the loss is not; on all ranks, before the optimizer
+                steps.
         """
         owned = map(self.parts.parameters_of, self.parts.stages)
         mine = torch.stack([squared_norm(parameter for _, parameter in named) for named in owned])
         if self.groups is None or self.mesh.num_chunks == 1:
-            return mine.sum().sqrt()
+            return self._finite(mine).sum().sqrt()
         message = torch.cat([mine, self._digest.cpu().double()])
         gathered = [torch.empty_like(message) for _ in range(self.mesh.stages)]
         with self._waiting("the other stages' gradient norms from", self._pipeline):
@@ -233,7 +253,21 @@ class MeshEngine(Agreements):
         norms, digests = torch.stack(gathered).split([len(mine), len(message) - len(mine)], dim=1)
         self.refuse_unlike_batches(digests, f"in step {self.waiter.step}")
         # Chunk c is entry c // stages of stage c % stages.
-        return norms.T.reshape(-1).sum().sqrt()
+        return self._finite(norms.T.reshape(-1)).sum().sqrt()
+
+    def _finite(self, squared: torch.Tensor) -> torch.Tensor:
+        """Squared gradient norms of all chunks, if they are finite."""
+        if not squared.isfinite().all():
+            norms = ", ".join(f"{float(n.sqrt()):g} on stage {c % self.mesh.stages}" for c, n in enumerate(squared))
+            loss = float(self._step_loss) if self.holds_output else None
+            where = "" if self.mesh.emulated else f"on {self.topology.describe()} "
+            raise FloatingPointError(
+                f"at step {self.waiter.step} the gradient norm is not finite ({norms}); "
+                f"{where}{nonfinite_cause(self.parts.named_trainable(), loss)}. The optimizer has not stepped, weights are "
+                "as they were. Lower learning_rate, clip with max_grad_norm, or look at the data of this step; the last "
+                "checkpoint can be resumed"
+            )
+        return squared
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clips over the whole pipeline and returns the norm before."""
@@ -262,14 +296,6 @@ class MeshEngine(Agreements):
         """Speed, waiting and bytes since the last call, equal on all ranks; one small sum over all ranks."""
         stages = 1 if self.mesh.emulated else self.mesh.stages
         return self.ledger.take(self.sum_over_ranks, stages=stages, alone=self.groups is None).logs()
-
-    def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Sums a list of figures, element by element, over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.groups is not None:
-            with self.naming("the last steps' figures from"):
-                dist.all_reduce(tensor, group=self.groups.save)
-        return tensor.tolist()
 
     def plan(self, rows: int, length: int, accumulation: int) -> BytePlan:
         """What one optimizer step sends, from shapes alone. Collective over the pipeline the first time."""

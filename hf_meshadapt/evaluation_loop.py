@@ -15,7 +15,7 @@ import torch
 from transformers.trainer_pt_utils import EvalLoopContainer, nested_concat
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
-from .batches import checked, each_drawn_alike, num_real, source_of, tensors_of, without_repeats
+from .batches import each_drawn_alike, num_real, sound, source_of, tensors_of, without_repeats
 from .engine import MeshEngine
 from .pipeline.microbatch import batch_digest, pad_rows
 from .trainer_checks import refuse_foreign_loader
@@ -74,9 +74,9 @@ def read(trainer, dataloader, predicts: bool) -> Iterator[tuple[dict, bool, bool
     """The loader's batches on their device, with labels; whether the labels are the data set's; whether it is the last."""
     for batch in each_drawn_alike(dataloader, trainer.engine, trainer.args.seed):
         labelled = "labels" in batch or not predicts
-        if not labelled:
+        if not labelled and isinstance(batch.get("input_ids"), torch.Tensor):
             batch = {**batch, "labels": torch.full_like(batch["input_ids"], -100)}
-        batch = trainer._prepare_inputs(checked(batch))
+        batch = trainer._prepare_inputs(sound(batch, trainer.engine))
         is_last = trainer.accelerator.gradient_state.end_of_dataloader
         yield without_repeats(batch, dataloader, trainer.engine) if is_last else batch, labelled, is_last
 

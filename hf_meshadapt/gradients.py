@@ -1,7 +1,11 @@
-"""Gradient arithmetic over a pipeline: the norm over all stages, and tied copies kept equal. Pure tensor functions."""
+"""Gradient arithmetic over a pipeline: the norm over all stages, what is not finite, and tied copies kept equal.
+
+Pure tensor functions.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -27,6 +31,38 @@ def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> 
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
+
+
+def spread_nonfinite(loss: torch.Tensor) -> torch.Tensor:
+    """The loss; if it is not finite its gradient will not be either, which an infinite loss alone does not imply.
+
+    Gradients are all that travels between replicas: so each hears of it before its optimizer steps, without a message
+    or a look at the device more.
+    """
+    if loss.requires_grad:
+        finite = loss.detach().isfinite()
+        loss.register_hook(lambda gradient: torch.where(finite, gradient, torch.nan))
+    return loss
+
+
+def nonfinite_cause(named: Iterable[tuple[str, torch.nn.Parameter]], loss: float | None) -> str:
+    """Where numbers first went wrong, as far as one rank can tell, in words.
+
+    Args:
+        named: its parameters in the model's order.
+        loss: of the step; None where the last stage is elsewhere.
+    """
+    named = list(named)
+    for name, parameter in named:
+        if not parameter.isfinite().all():
+            return f"{name} was not finite before the step"
+    if loss is not None and not math.isfinite(loss):
+        return f"the loss is {loss}"
+    # The backward pass runs from the last to the first.
+    for name, parameter in reversed(named):
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            return f"the first gradient that is not finite in the backward pass is that of {name}"
+    return "every gradient is finite here"
 
 
 def sum_tied(first: torch.nn.Parameter, last: torch.nn.Parameter) -> None:

@@ -7,6 +7,7 @@ collective of a training step runs on WORLD.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,6 +77,7 @@ class MeshGroups:
         save: all ranks, CPU tensors; streams checkpoint shards and agrees that a checkpoint is whole.
 
     A `meter` given at construction learns which connections belong to which axis (both control groups are `control`).
+    `agree`, given `save`, runs before the other groups are made: ranks that mean different meshes would wait for ever.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class MeshGroups:
         wire_backend: str,
         timeout_seconds: float,
         meter: SocketMeter | None = None,
+        agree: Callable[[dist.ProcessGroup], None] | None = None,
     ):
         self.topology = topology
         self.timeout_seconds = timeout_seconds
@@ -98,6 +101,9 @@ class MeshGroups:
                         mine = group
             return mine
 
+        self.save = make("save", [list(range(topology.stages * topology.replicas))], "gloo")
+        if agree is not None:
+            agree(self.save)
         pipelines = [topology.pipeline_ranks(replica) for replica in range(topology.replicas)]
         replicas = [topology.data_parallel_ranks(stage) for stage in range(topology.stages)]
         self.pipeline = make("pipeline", pipelines, wire_backend)
@@ -108,4 +114,3 @@ class MeshGroups:
             self.tied = make("tied", ends, wire_backend)
         self.control = make("control", pipelines, "gloo")
         self.replica_control = make("control", replicas, "gloo")
-        self.save = make("save", [list(range(topology.stages * topology.replicas))], "gloo")

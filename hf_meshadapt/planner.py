@@ -21,9 +21,9 @@ GLOO_MESSAGE_BYTES = 144
 GLOO_SEGMENT_BYTES = 1024 * 1024
 
 # Per optimizer step: each stage gathers every stage's squared gradient norm with a digest of its batches (two numbers),
-# each replica sums its token count.
+# each replica sums its token count and whether its tokens are sound.
 GRAD_NORM_BYTES = 24
-TOKEN_COUNT_BYTES = 8
+TOKEN_COUNT_BYTES = 16
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run says of itself: measured figures beside planned ones, and the speed of evaluations. Pure."""
+"""What is said of a run's or an evaluation's speed and bytes, from figures that were measured: pure functions."""
 
 from __future__ import annotations
 

@@ -25,9 +25,21 @@ from transformers.trainer_utils import (
 
 from . import mesh_checkpoint
 from .arguments import MeshAdaptArguments
-from .batches import checked, drawn_alike, num_real, shard_by_replica, source_of, tensors_of, without_repeats
+from .batches import (
+    agreed_num_items,
+    checked,
+    drawn_alike,
+    num_real,
+    refuse_unlabelled,
+    shard_by_replica,
+    sound,
+    source_of,
+    tensors_of,
+    without_repeats,
+)
 from .engine import MeshEngine
 from .evaluation_loop import evaluation_loop
+from .fingerprints import launch_fingerprint
 from .hub_trainer import HubMixin
 from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
@@ -76,7 +88,8 @@ class MeshAdaptMixin(HubMixin):
             )
         check_adapters(model, peft_config)
         mesh = args.mesh_config()
-        self.engine = MeshEngine(mesh, args.boundary_config(), 0 if mesh.emulated else args.process_index)
+        rank, launch = (0, None) if mesh.emulated else (args.process_index, launch_fingerprint(args.to_dict(), named))
+        self.engine = MeshEngine(mesh, args.boundary_config(), rank, launch)
         # State of an optimizer that the caller brings is not known here.
         own_optimizer = named.get("optimizer_cls_and_kwargs") or any(named.get("optimizers") or ())
         optimizer = "" if own_optimizer else args.optim
@@ -129,8 +142,7 @@ class MeshAdaptMixin(HubMixin):
         if batches and self.accelerator.gradient_state.end_of_dataloader:
             # Not of the loader in use: on a resume it skips batches and does not know its size.
             batches[-1] = without_repeats(batches[-1], self.callback_handler.train_dataloader, self.engine)
-        count = sum((self._count_labels(batch["labels"]) for batch in batches), torch.zeros((), dtype=torch.long))
-        return batches, self.engine.sum_over_replicas(count.cpu())
+        return batches, agreed_num_items(batches, self._count_labels, self.engine, self.state.global_step)
 
     def _get_num_items_in_batch(self, batch_samples, device):
         return None  # counted in get_batch_samples, over replicas instead of WORLD
@@ -175,6 +187,7 @@ class MeshAdaptMixin(HubMixin):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         refuse_foreign_loader(train_dataloader, self.engine, trains=True)
+        refuse_unlabelled(train_dataloader, self._rows(training=True), self._count_labels, self.engine)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._step_hook is not None:  # of an earlier train()
             self._step_hook.remove()
@@ -200,10 +213,12 @@ class MeshAdaptMixin(HubMixin):
                 examples = list(itertools.islice(itertools.cycle(examples), everyone))
             if len(examples) < everyone:
                 break
-            batch = tensors_of(checked(dataloader.collate_fn(examples)))
+            batch = tensors_of(sound(dataloader.collate_fn(examples), self.engine))
             left -= batch["labels"].numel()
             mine = {name: value[rows * local[0] : rows * (local[-1] + 1)] for name, value in batch.items()}
             batches.append(self._prepare_inputs(mine))
+        if not batches:
+            raise ValueError("train_dataset is empty: boundaries cannot be calibrated on it. Give it at least one row")
         self.engine.calibrate(batches, rows, self.args.gradient_accumulation_steps)
 
     def _calibration_is_due(self) -> bool:

@@ -26,6 +26,7 @@ class ModelLayout:
         embedding_size: width of the input embedding; another one where the model projects it (OPT-350m).
         embedding_weight, head_weight: the matrices' own names, within an adapter where one wraps them; the latter is
             None without a head.
+        num_positions: tokens that a learned position table has entries for, None without one.
     """
 
     layers: str
@@ -38,6 +39,7 @@ class ModelLayout:
     embedding_size: int
     embedding_weight: str
     head_weight: str | None
+    num_positions: int | None = None
 
 
 class ForeignLayer(nn.Module):
@@ -125,7 +127,15 @@ def find_layout(model: nn.Module) -> ModelLayout:
         embedding_size=embedding.weight.shape[-1],
         embedding_weight=_weight_name(model, embedding),
         head_weight=_weight_name(model, head) if head is not None else None,
+        num_positions=_learned_positions(model, embedding),
     )
+
+
+def _learned_positions(model: nn.Module, embedding: nn.Module) -> int | None:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not embedding)
+    # Some keep rows before the first (OPT: two).
+    return positions if any(table.num_embeddings in (positions, (positions or 0) + 2) for table in tables) else None
 
 
 def parameters_per_layer(model: nn.Module, layout: ModelLayout) -> float:

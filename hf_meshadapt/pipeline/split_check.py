@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import logging
-import random
-from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..config import MeshConfig
+from ..random_states import random_states_kept
 from .layout import find_layout
 from .microbatch import Batch
 from .refusals import refuse_unsplittable
@@ -50,7 +47,8 @@ def check_split(model: nn.Module, mesh: MeshConfig) -> None:
     _refuse_loss_without_count(model)
     if mesh.num_chunks == 1:
         return
-    with _random_states_kept():
+    # Everything runs on the CPU.
+    with random_states_kept(), torch.enable_grad():
         chunks = min(mesh.num_chunks, MAX_CHUNKS, layout.num_layers)
         # One layer more than chunks, so that one of them runs two.
         clone = tiny_clone(model, layout, num_layers=chunks + 1)
@@ -129,18 +127,3 @@ def _refuse_loss_without_count(model: nn.Module) -> None:
             f"{type(model).__name__}: its forward takes no num_items_in_batch, by which the loss is divided. Give it "
             "**kwargs and compute the loss with self.loss_function(..., **kwargs)"
         )
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state()
-    try:
-        # Everything runs on the CPU: other devices' generators are not touched, nor must they be initialised here.
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.default_generator.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

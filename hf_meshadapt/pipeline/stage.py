@@ -17,6 +17,7 @@ from torch import nn
 
 from ..boundary.module import BoundaryReceive, BoundarySend
 from ..boundary.observer import Observer
+from ..gradients import spread_nonfinite
 from .layout import ForeignLayer, ModelLayout
 
 # Takes model output, labels (B, T) and what to divide the summed loss by; returns a scalar.
@@ -139,7 +140,7 @@ class StageModule(nn.Module):
                     incoming = self.observer(incoming, token_ids, kind)
                 inputs = self._enter(incoming)
             if self.is_last:
-                return self._loss(labels, num_items, inputs | model_inputs)
+                return spread_nonfinite(self._loss(labels, num_items, inputs | model_inputs))
             # The boundaries stay outside: their sums and codes keep the precision that they ask for.
             with self.autocast():
                 self.model(**inputs, **model_inputs, use_cache=False)

@@ -14,6 +14,10 @@ PURE = [
     "sampling.py",
     "sft_checks.py",
     "checkpoint_folder.py",
+    "data_checks.py",
+    "field_checks.py",
+    "fingerprints.py",
+    "random_states.py",
     "boundary/prf.py",
     "boundary/codecs.py",
     "boundary/module.py",
@@ -38,6 +42,7 @@ PURE = [
     "boundary/step_size.py",
     "boundary/entropy_coder.py",
     "presets.py",
+    "reports.py",
     "spectral/config.py",
     "spectral/factors.py",
     "spectral/prior.py",
@@ -70,8 +75,21 @@ PURE = [
 HEAVY = ("torch.distributed", "accelerate", "transformers")
 # A module may import its own layer and those before it.
 LAYERS = [
-    {"config", "mesh"},
-    {"presets", "planner", "memory", "boundary", "spectral", "gradients", "sampling", "waiting", "anchor"},
+    {"config", "mesh", "random_states"},
+    {
+        "presets",
+        "planner",
+        "memory",
+        "boundary",
+        "spectral",
+        "gradients",
+        "sampling",
+        "waiting",
+        "anchor",
+        "fingerprints",
+        "data_checks",
+        "field_checks",
+    },
     {"hub_names", "shipped", "loss_curve", "card_sections", "child_process", "staging"},
     {
         "metering",

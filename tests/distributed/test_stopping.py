@@ -1,0 +1,126 @@
+"""Steps that no rank should take, on several processes: all of them stop at the same step, before the optimizer does; and
+steps without labels, which all of them take."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from tests.equality import VOCAB, Rows, mesh_trainer, tiny_model
+from tests.launch import run_ranks
+from tests.nonfinite import FAULTS, STEP, run_into
+from tests.runs import collect_warnings
+
+SHORT = {"max_steps": 3, "gradient_accumulation_steps": 1, "eval_strategy": "no", "link_timeout_seconds": 20.0}
+ROWS, NUM_ROWS = 2, 24
+MESHES = {"2x1": (2, 1), "2x2": (2, 2)}  # stages, replicas
+
+
+class Unlabelled(Rows):
+    """Rows in order, some of them without labels."""
+
+    def __init__(self, unlabelled: range):
+        super().__init__(NUM_ROWS)
+        for place in unlabelled:
+            self.rows[place]["labels"] = torch.full_like(self.rows[place]["labels"], -100)
+
+
+class Foreign(Rows):
+    """One row has a token outside the vocabulary."""
+
+    def __init__(self, place: int):
+        super().__init__(NUM_ROWS)
+        self.rows[place]["input_ids"][0] = VOCAB
+
+
+def trainer_of(stages: int, folder: Path, name: str, dataset=None, replicas: int | None = None):
+    """Reads the rows in order and steps by plain gradient descent."""
+    AcceleratorState._reset_state()
+    options = {**SHORT, "pipeline_stages": stages, "train_sampling_strategy": "sequential", "learning_rate": 0.1}
+    trainer = mesh_trainer(
+        tiny_model("llama"), ROWS, str(folder / name.replace(" ", "-")), NUM_ROWS, optim="sgd", warmup_steps=0,
+        data_parallel_replicas=replicas, **options,
+    )  # fmt: skip
+    trainer.train_dataset = dataset or trainer.train_dataset
+    return trainer
+
+
+def labels_of(replicas: int) -> dict[str, range]:
+    """Which rows of a run have none: of step 1 all, its last replica's (its last where there is one), or none."""
+    step = ROWS * replicas
+    last = range(2 * step - (ROWS if replicas > 1 else 1), 2 * step)
+    return {"whole step": range(step, 2 * step), "last replica": last, "no row": range(0)}
+
+
+def losses(trainer) -> dict:
+    trainer.train()
+    state = trainer.engine.parts.model.state_dict()
+    return {
+        "loss": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "weights": {name: state[name].clone() for name in trainer.engine.parts.saved_names()},
+    }
+
+
+def stop(rank: int, stages: int, replicas: int, folder: Path) -> dict:
+    """Everything on this rank: the errors of planted faults, of a foreign token, and runs with rows without labels."""
+    said = {name: run_into(trainer_of(stages, folder, name), fault) for name, (fault, _) in FAULTS.items()}
+    place = ROWS * (replicas + 1) - 1  # of replica 0, step 1
+    trainer = trainer_of(stages, folder, "foreign", Foreign(place))
+    with pytest.raises(ValueError) as raised:
+        trainer.train()
+    said["foreign"] = (str(raised.value), trainer.state.global_step == STEP)
+    warnings = collect_warnings()
+    runs = {
+        name: losses(trainer_of(stages, folder, name, Unlabelled(rows))) for name, rows in labels_of(replicas).items()
+    }
+    return {"said": said, "runs": runs, "warnings": warnings}
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def outcome(request, tmp_path_factory):
+    stages, replicas = MESHES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return stages, replicas, folder, run_ranks(stop, stages * replicas, folder, stages, replicas, folder)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_all_ranks_stop_at_a_number_that_is_not_finite(outcome, name):
+    _, _, _, ranks = outcome
+    for said, kept in (rank["said"][name] for rank in ranks):
+        assert kept and re.search(rf"at step {STEP} the gradient norm is not finite \(.* stage 0, .* stage 1\)", said)
+    assert any(re.search(FAULTS[name][1], rank["said"][name][0]) for rank in ranks)
+
+
+def test_all_ranks_stop_at_a_token_outside_the_vocabulary(outcome):
+    stages, _, _, ranks = outcome
+    for index, rank in enumerate(ranks):
+        text, stopped = rank["said"]["foreign"]
+        expected = (
+            f"input_ids has {VOCAB}, which is no entry"
+            if index < stages
+            else "another replica's batch has tokens outside"
+        )
+        assert stopped and expected in text
+
+
+def test_rows_without_labels_count_for_nothing(outcome):
+    stages, replicas, folder, ranks = outcome
+    for name, rows in labels_of(replicas).items():
+        emulated = losses(trainer_of(stages, folder, f"{name} emulated", Unlabelled(rows), replicas))
+        assert all(torch.tensor(emulated["loss"]).isfinite()) and (emulated["loss"][1] == 0.0) == (
+            name == "whole step"
+        )
+        for rank in ranks:
+            assert rank["runs"][name]["loss"] == pytest.approx(emulated["loss"], rel=1e-6)
+            for key, tensor in rank["runs"][name]["weights"].items():
+                torch.testing.assert_close(tensor, emulated["weights"][key], rtol=0, atol=1e-7)
+
+
+def test_a_step_without_labels_is_warned_of_once(outcome):
+    for index, rank in enumerate(outcome[-1]):
+        found = [text for text in rank["warnings"] if "no row of any replica has a label" in text]
+        assert len(found) == (index == 0) and all(f"At step {STEP} " in text for text in found)
