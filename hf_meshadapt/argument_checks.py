@@ -15,6 +15,7 @@ from .config import SCHEDULES, WIRE_DTYPE_BYTES
 from .field_checks import RANGES, check_range, check_type
 from .pipeline.microbatch import largest_divisor
 from .presets import BOUNDARY_FIELDS, PRESETS, resolve_boundary, user_error
+from .sync_arguments import SyncArguments
 
 DEFAULT_CALIBRATION_TOKENS = 16384
 
@@ -38,7 +39,7 @@ UNSUPPORTED = {
 }
 
 
-class ArgumentChecks:
+class ArgumentChecks(SyncArguments):
     """Mixin of `MeshAdaptArguments`: checks its fields and fills in those that follow from others."""
 
     def _check_fields(self, annotations: dict[str, str]) -> None:
@@ -135,6 +136,7 @@ class ArgumentChecks:
                 "Set pipeline_schedule=interleaved, or leave it at 1",
             )
         self._resolve_replicas()
+        self._resolve_sync()
         self._resolve_microbatches()
         self.layers_per_chunk()
         if self.data_parallel_replicas > 1 and (self.boundary_codec == "aq_sgd" or self.boundary_error_feedback):

@@ -5,6 +5,7 @@ Pure filesystem code (no torch). A checkpoint is an ordinary Hugging Face folder
     config.json  model-0000i-of-0000N.safetensors  model.safetensors.index.json  ...
     mesh_state/optimizer-stage-0000i.safetensors + .json   optimizer state by parameter name, one pair per stage
     mesh_state/rank-0000i.safetensors + .json              random number generators, scheduler, extras
+    mesh_state/sync-0000i.safetensors + .json              error feedback, outer model, weights of replicas that step apart
     mesh_state/mesh.json                                   mesh shape, step, versions; written last
 
 Where adapters are trained, `adapter_config.json` and `adapter_model.safetensors` stand in place of config and weights.

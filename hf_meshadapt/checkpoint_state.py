@@ -124,7 +124,7 @@ def _placed(key: str, value: torch.Tensor, group: dict, parameter: torch.Tensor)
 
 def save_optimizer_files(folder: Path, stage: int, tensors: dict[str, torch.Tensor], scalars: dict) -> list[Path]:
     """Writes one stage's optimizer state; call it on one replica. Returns the files written."""
-    return _save_pair(_optimizer_stem(folder, stage), tensors, scalars)
+    return save_pair(_optimizer_stem(folder, stage), tensors, scalars)
 
 
 def load_optimizer_files(folder: Path, names) -> tuple[dict[str, torch.Tensor], dict]:
@@ -217,7 +217,7 @@ def save_rank_state(
     """
     stored = {f"tensors/{name}": tensor for name, tensor in (tensors or {}).items()}
     tree = {"rng": rng, "scheduler": scheduler, "extra": extra or {}}
-    return _save_pair(_rank_stem(folder, rank), stored, _pack(tree, "tree", stored))
+    return save_pair(_rank_stem(folder, rank), stored, _pack(tree, "tree", stored))
 
 
 def load_rank_state(folder: Path, rank: int) -> RankState:
@@ -274,7 +274,8 @@ def _unpack(value, tensors: dict[str, torch.Tensor]):
     return {key: _unpack(item, tensors) for key, item in content}
 
 
-def _save_pair(stem: Path, tensors: dict[str, torch.Tensor], values) -> list[Path]:
+def save_pair(stem: Path, tensors: dict[str, torch.Tensor], values) -> list[Path]:
+    """Writes `<stem>.safetensors` and `<stem>.json` (plain data); returns both."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stored, storages = {}, set()
     for name, tensor in tensors.items():

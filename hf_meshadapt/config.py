@@ -24,6 +24,8 @@ CODECS = (
     "aq_sgd",
 )
 PREDICTORS = ("none", "mean", "token")
+DP_SYNCS = ("allreduce", "powersgd", "diloco", "streaming_diloco")
+OUTER_WIRES = ("float32", "bfloat16", "int8", "powersgd")
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,47 @@ class BoundaryConfig:
         if self.codec == "topk_free_indices":
             values = values * (16 + index_bits(hidden_size)) // 16
         return values
+
+
+@dataclass(frozen=True)
+class DataParallelConfig:
+    """How the replicas of a stage stay one model.
+
+    Attributes:
+        sync: one of `DP_SYNCS`.
+        matrix_rank: of the factors of powersgd, of outer_wire powersgd, and of what keeps tied embeddings equal unless
+            the sync is allreduce.
+        factor_dtype: dtype in which PowerSGD's messages travel, `float32` or `bfloat16`.
+        outer_wire: diloco, streaming_diloco: how pseudo-gradients travel, one of `OUTER_WIRES`.
+        sync_every: optimizer steps between two outer steps of a parameter; 1 where gradients are averaged.
+        outer_learning_rate, outer_momentum: of the outer Nesterov SGD.
+        num_fragments: streaming_diloco: parts of a stage that are synchronised in turn.
+        overlap_steps: streaming_diloco: optimizer steps between the sending of a fragment and its outer step.
+        mixing: streaming_diloco: share of a replica's own weights in what it goes on with.
+        chunk_bytes: streaming_diloco: pieces in which a fragment travels.
+    """
+
+    sync: str = "allreduce"
+    matrix_rank: int = 32
+    factor_dtype: str = "bfloat16"
+    outer_wire: str = "bfloat16"
+    sync_every: int = 1
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    num_fragments: int = 1
+    overlap_steps: int = 0
+    mixing: float = 0.0
+    chunk_bytes: int = 256 * 1024
+
+    @property
+    def steps_apart(self) -> bool:
+        """Replicas train weights of their own between syncs."""
+        return self.sync in ("diloco", "streaming_diloco")
+
+    @property
+    def low_rank(self) -> bool:
+        """Matrices travel as factors."""
+        return self.sync == "powersgd" or (self.steps_apart and self.outer_wire == "powersgd")
 
 
 # How large codes are; the codecs in boundary/ read it here, since the planner must know it without torch.

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from .agreements import Agreements
 from .calibration import calibrate
-from .config import BoundaryConfig, MeshConfig
+from .config import BoundaryConfig, DataParallelConfig, MeshConfig
 from .fingerprints import Fingerprint, model_fingerprint, refuse_differences
-from .gradients import clip_coefficient, nonfinite_cause, scale_gradients, squared_norm, sum_tied
+from .gradients import clip_coefficient, nonfinite_cause, scale_gradients, squared_norm
 from .ledger import Ledger
 from .memory import RankWeights
 from .mesh import MeshGroups, MeshTopology
@@ -28,6 +28,7 @@ from .pipeline.runner import PipelineRunner, Runner
 from .pipeline.sequential import SequentialRunner
 from .pipeline.stage import LossFunction
 from .planner import BytePlan, ModelShape, byte_plan
+from .replication import Replication
 from .waiting import Waiter, leave_world_at_exit, within
 
 logger = logging.getLogger(__name__)
@@ -40,14 +41,22 @@ class MeshEngine(Agreements):
         mesh: shape of the mesh.
         boundary: what crosses a boundary.
         rank: this process's rank; 0 in the emulated mesh.
+        data_parallel: what keeps replicas one model; by default the dense all-reduce.
         launch: what must be alike on all ranks before they form groups.
 
     Raises:
         ValueError: it is not; on all ranks.
     """
 
-    def __init__(self, mesh: MeshConfig, boundary: BoundaryConfig, rank: int, launch: Fingerprint | None = None):
-        self.mesh, self.boundary = mesh, boundary
+    def __init__(
+        self,
+        mesh: MeshConfig,
+        boundary: BoundaryConfig,
+        rank: int,
+        data_parallel: DataParallelConfig | None = None,
+        launch: Fingerprint | None = None,
+    ):
+        self.mesh, self.boundary, self.data_parallel = mesh, boundary, data_parallel or DataParallelConfig()
         self.topology = MeshTopology(mesh.stages, mesh.replicas, rank)
         self.ledger = Ledger()
         self.sockets, self.step_meter = self.ledger.sockets, self.ledger.step_meter
@@ -59,6 +68,8 @@ class MeshEngine(Agreements):
             leave_world_at_exit()
         self.parts: ModelParts | None = None
         self.runner: Runner | None = None
+        self.replication: Replication | None = None
+        self.num_steps: int | None = None  # optimizer steps after which the run ends
         self.calibrated = False
         self.calibration_cost: dict[str, float] | None = None
         self.calibration_interval: int | None = None  # optimizer steps, where nobody chose another
@@ -92,8 +103,8 @@ class MeshEngine(Agreements):
         """
 
         def check_memory(weights: RankWeights, layout: ModelLayout) -> None:
-            where = self.topology.describe()
-            check_resident(weights, layout, self.mesh, self.boundary, self.topology.stage, optimizer, device, where)
+            where = (device, self.topology.describe(), self.data_parallel)
+            check_resident(weights, layout, self.mesh, self.boundary, self.topology.stage, optimizer, *where)
 
         stage = self.topology.stage
         trained, self._cut = take_model(model, dtype, self.mesh, stage, check_memory, peft_config, seed)
@@ -122,21 +133,16 @@ class MeshEngine(Agreements):
         if self._adapter is not None:
             self.parts.take_adapter(self._adapter)
         self._take_loss(loss_function)
+        self.replication = Replication(self.data_parallel, self.mesh, self.groups, self.parts)
+        group, synchronizer = self.replication.ddp_group, self.replication.synchronizer
+        sync = {"data_parallel_group": group, "synchronizer": synchronizer}
+        run = (self.parts, self.mesh, self.boundary, device)
         # Data-parallel modules meet when they are made.
         with self.naming("data-parallel set-up with", self._replicas):
             if self.mesh.emulated or self.mesh.num_chunks == 1:
-                group = self.groups.data_parallel if self.groups else None
-                self.runner = SequentialRunner(self.parts, self.mesh, self.boundary, device, data_parallel_group=group)
+                self.runner = SequentialRunner(*run, local=self.replication.local, **sync)
             else:
-                self.runner = PipelineRunner(
-                    self.parts,
-                    self.mesh,
-                    self.boundary,
-                    device,
-                    group=self.groups.pipeline,
-                    data_parallel_group=self.groups.data_parallel,
-                    waiter=self.waiter,
-                )
+                self.runner = PipelineRunner(*run, group=self.groups.pipeline, waiter=self.waiter, **sync)
         self.device = device
 
     def _take_loss(self, loss_function: LossFunction | None) -> None:
@@ -198,8 +204,20 @@ class MeshEngine(Agreements):
 
     def end_step(self) -> None:
         """To be called when the optimizer has stepped."""
+        steps = (self.waiter.step or 0) + 1
+        with self._waiting("the other replicas' weights from", self._replicas):
+            self.replication.synchronizer.end_step(final=steps == self.num_steps)
         self.step_meter.end_step()
-        self.waiter.step = (self.waiter.step or 0) + 1
+        self.waiter.step = steps
+
+    def finish(self) -> None:
+        """To be called when a run has ended, for whatever reason: all replicas' weights are the model's then."""
+        with self.naming("the other replicas' last weights from", self._replicas):
+            self.replication.synchronizer.finish()
+
+    def outer_weights(self) -> contextlib.AbstractContextManager:
+        """Within it the model has the weights to evaluate and to save; others only where replicas step apart."""
+        return self.replication.synchronizer.outer_weights()
 
     def eval_batch(self, batch: Batch, rows: int, on_output: Callable[[object], None] | None = None) -> torch.Tensor:
         """Summed token loss of this process's replicas, unmasked; see `Runner.eval_batch`."""
@@ -210,7 +228,8 @@ class MeshEngine(Agreements):
         """Fits the boundaries on uncoded passes; see `calibration.calibrate`. `calibration_cost` adds up what it cost."""
         for batch in batches:
             self.boundary.check_room(batch["labels"].shape[1], self.parts.layout.hidden_size)
-        cost, before = calibrate(self, batches, rows, accumulation), self.calibration_cost or {}
+        with self.outer_weights():  # on which all replicas agree, as they must on the fit
+            cost, before = calibrate(self, batches, rows, accumulation), self.calibration_cost or {}
         self.calibrated = True
         self.calibration_cost = {name: before.get(name, 0) + value for name, value in cost.items()}
 
@@ -234,14 +253,33 @@ class MeshEngine(Agreements):
     def gradient_norm(self) -> torch.Tensor:
         """Norm of the gradient over the whole pipeline, a tied embedding counted once; float64 scalar on the CPU.
 
-        Gathered and summed in stage order rather than all-reduced, so that every rank, and the emulated mesh, gets the
-        same bits.
+        Where replicas step apart, the mean of their norms.
 
         Raises:
             ValueError: the stages have read different batches; on all of them, before the optimizer steps.
             FloatingPointError: it is not finite, as it is whenever the loss is not; on all ranks, before the optimizer
                 steps.
         """
+        return self._mean_norm([self._pipeline_norm() for _ in self.replication.local.turns()])
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clips over the whole pipeline, each replica that steps apart by itself; returns `gradient_norm` of before."""
+        parameters = [parameter for _, parameter in self.parts.named_trainable()]
+        norms = []
+        for _ in self.replication.local.turns():
+            norms.append(self._pipeline_norm())
+            scale_gradients(parameters, clip_coefficient(norms[-1], max_norm))
+        return self._mean_norm(norms)
+
+    def _mean_norm(self, norms: list[torch.Tensor]) -> torch.Tensor:
+        if not self.data_parallel.steps_apart:
+            return norms[0]
+        # Logs must be the same on all ranks.
+        return self.sum_over_replicas(torch.stack(norms).sum()) / self.mesh.replicas
+
+    def _pipeline_norm(self) -> torch.Tensor:
+        # Gathered and summed in stage order rather than all-reduced, so that every rank, and the emulated mesh, gets
+        # the same bits.
         owned = map(self.parts.parameters_of, self.parts.stages)
         mine = torch.stack([squared_norm(parameter for _, parameter in named) for named in owned])
         if self.groups is None or self.mesh.num_chunks == 1:
@@ -269,26 +307,14 @@ class MeshEngine(Agreements):
             )
         return squared
 
-    def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Clips over the whole pipeline and returns the norm before."""
-        norm = self.gradient_norm()
-        parameters = [parameter for _, parameter in self.parts.named_trainable()]
-        scale_gradients(parameters, clip_coefficient(norm, max_norm))
-        return norm
-
     def _sum_tied_gradients(self) -> None:
         copies = self.parts.tied_copies()
         if not copies:
             return
-        if len(copies) == 2:
-            sum_tied(*copies)
-            return
-        (copy,) = copies
-        if copy.grad is None:
-            copy.grad = torch.zeros_like(copy)
         ends = self.topology.tied_ranks(self.topology.replica)
         with self._waiting("the other end's gradient of the tied embedding from", ends):
-            dist.all_reduce(copy.grad, group=self.groups.tied)
+            for replica in self.replication.local.turns():
+                self.replication.sum_tied(replica, copies)
 
     # Figures ---------------------------------------------------------------------------------------------------------
 
@@ -307,8 +333,14 @@ class MeshEngine(Agreements):
             chunk_parameters=self._chunk_parameters(),
             tied_embeddings=layout.tied and self._adapter is None,  # adapters leave it as it is
             embedding_size=layout.embedding_size,
+            sync_parts=self._sync_parts(),
         )
-        return byte_plan(shape, self.mesh, self.boundary, sequences=rows, length=length, accumulation=accumulation)
+        counts = {"sequences": rows, "length": length, "accumulation": accumulation}
+        return byte_plan(shape, self.mesh, self.boundary, **counts, data_parallel=self.data_parallel)
+
+    def _sync_parts(self) -> tuple:
+        shared = self.share(self.replication.synchronizer.parts())
+        return tuple(tuple(tuple(map(tuple, part)) for part in shared[stage]) for stage in sorted(shared))
 
     def _chunk_parameters(self) -> tuple[int, ...]:
         mine = {

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .config import BoundaryConfig, MeshConfig
+from .config import BoundaryConfig, DataParallelConfig, MeshConfig
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class MemoryPlan:
         wire: receive buffers of the pipeline.
         passes: most that gradients, activations in flight and temporaries take together; gradients alone while the
             optimizer steps, if with its temporaries that is more.
+        sync: what keeps replicas one model: errors that are fed back, outer weights and momentum, replicas' own weights.
     """
 
     weights: int
@@ -76,10 +77,11 @@ class MemoryPlan:
     boundary: int
     wire: int
     passes: int
+    sync: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        return self.weights + self.optimizer + self.reducer + self.boundary + self.wire + self.passes
+        return self.weights + self.optimizer + self.reducer + self.boundary + self.wire + self.passes + self.sync
 
 
 def memory_plan(
@@ -118,15 +120,34 @@ def memory_plan(
     )
 
 
-def resident_plan(rank: RankWeights, mesh: MeshConfig, optimizer: str, boundary_bytes: int = 0) -> MemoryPlan:
+def sync_bytes(rank: RankWeights, mesh: MeshConfig, sync: DataParallelConfig, optimizer: str) -> int:
+    """At least what a synchronizer keeps, all counted in the weights' dtype; some of it is float32 whatever that is."""
+    num_local = mesh.replicas if mesh.emulated else 1
+    copies = num_local if sync.low_rank else 0  # what factors left out, of each replica
+    if sync.steps_apart:
+        own = num_local - 1  # replicas beside the one in the model, with weights and optimizer state
+        copies += 2 + own * (1 + optimizer_copies(optimizer))  # outer weights and momentum
+    return copies * rank.trainable
+
+
+def resident_plan(
+    rank: RankWeights,
+    mesh: MeshConfig,
+    optimizer: str,
+    boundary_bytes: int = 0,
+    sync: DataParallelConfig | None = None,
+) -> MemoryPlan:
     """What stays there whatever the batches are: a lower bound, known before anything is loaded."""
+    sync = sync or DataParallelConfig()
+    reduces = mesh.replicas > 1 and not mesh.emulated and not sync.steps_apart
     return MemoryPlan(
         weights=rank.weights,
         optimizer=optimizer_copies(optimizer) * rank.trainable,
-        reducer=rank.trainable if mesh.replicas > 1 and not mesh.emulated else 0,
+        reducer=rank.trainable if reduces else 0,
         boundary=boundary_bytes,
         wire=0,
         passes=rank.trainable,
+        sync=sync_bytes(rank, mesh, sync, optimizer),
     )
 
 
@@ -222,6 +243,7 @@ def parts(plan: MemoryPlan) -> str:
         "boundary tables": plan.boundary,
         "receive buffers": plan.wire,
         "gradients and activations": plan.passes,
+        "data-parallel state": plan.sync,
     }
     return ", ".join(f"{name} {describe(size)}" for name, size in named.items() if size)
 

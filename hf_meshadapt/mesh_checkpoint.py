@@ -40,6 +40,7 @@ from .checkpoint_state import (
 from .config import BoundaryConfig
 from .engine import MeshEngine
 from .shard_transfer import gather_files, is_shared
+from .sync_checkpoint import load_sync_state, save_sync_state
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +88,13 @@ class SaveSite:
         paths, parts = [], self.engine.parts
         if self.writes_stage:
             place = (self.partial, self.engine.topology.stage, 1 if self.group is None else self.engine.mesh.stages)
-            if parts.adapter is None:
-                paths = save_stage(parts.model, parts.saved_names(), *place)
-            else:
-                paths = save_stage_adapter(parts.adapter, parts.adapter_names, *place)
-            if self.keeps_copy:
-                self._write_copy(place[-1])
+            with self.engine.outer_weights():
+                if parts.adapter is None:
+                    paths = save_stage(parts.model, parts.saved_names(), *place)
+                else:
+                    paths = save_stage_adapter(parts.adapter, parts.adapter_names, *place)
+                if self.keeps_copy:
+                    self._write_copy(place[-1])
         if self.group is not None:
             streams = not self.keep_local and self.engine.topology.replica == 0 and 0 not in self.peers
             send = paths if streams else []
@@ -172,6 +174,7 @@ def _write_state(site: SaveSite, optimizer: torch.optim.Optimizer, scheduler_sta
             if site.keeps_copy or name not in copies
         ]
         save_optimizer_files(site.partial, site.engine.topology.stage, *optimizer_state_by_name(optimizer, named))
+    save_sync_state(site.engine, site.partial, optimizer)
     save_rank_state(
         site.partial,
         site.rank,
@@ -214,15 +217,17 @@ def load_weights(engine: MeshEngine, folder: Path) -> None:
     whole = (parts.saved_names(), parts.stored_name_of_copy())
     owned, renamed = whole if parts.adapter is None else ([], parts.adapter_names)
     load_stage_weights(parts.model, owned, folder, renamed)
+    engine.replication.restart()  # from these weights
 
 
 def load_state(engine: MeshEngine, folder: Path, optimizer: torch.optim.Optimizer, scheduler) -> None:
-    """Optimizer, scheduler and boundary state; another mesh shape takes what is kept by parameter name."""
+    """Optimizer, scheduler, sync and boundary state; another mesh shape takes what is kept by parameter name."""
     parts = engine.parts
     copies = parts.stored_name_of_copy()
     named = [(copies.get(name, name), parameter) for name, parameter in parts.named_trainable()]
     tensors, scalars = load_optimizer_files(folder, {name for name, _ in named})
     load_optimizer_state(optimizer, named, tensors, scalars)
+    load_sync_state(engine, folder, optimizer)
     try:
         state = load_rank_state(folder, engine.topology.rank)
     except FileNotFoundError:

@@ -8,17 +8,14 @@ many messages carry them and `framing_bytes` what gloo adds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from hf_meshadapt.config import BoundaryConfig, MeshConfig
+from hf_meshadapt.config import BoundaryConfig, DataParallelConfig, MeshConfig
+from hf_meshadapt.data_parallel.sizes import Shape
+from hf_meshadapt.link_bytes import GLOO_MESSAGE_BYTES, LinkBytes, all_gather_links, all_reduce_links
+from hf_meshadapt.sync_plan import low_rank_messages, message_links, sync_links
 
 PLAN_AXES = ("pipeline", "tied", "data_parallel", "anchor", "control")
-
-# Measured on gloo of torch 2.13 (tests/distributed/test_metering.py): every message, whatever its size, costs two
-# 48-byte headers of its sender and one of its receiver. The meter sees the receiver's on the way back.
-GLOO_MESSAGE_BYTES = 144
-# Gloo's ring all-reduce cuts each rank's block in segments: at least two, none larger than this (measured likewise).
-GLOO_SEGMENT_BYTES = 1024 * 1024
 
 # Per optimizer step: each stage gathers every stage's squared gradient norm with a digest of its batches (two numbers),
 # each replica sums its token count and whether its tokens are sound.
@@ -38,6 +35,8 @@ class ModelShape:
         tied_embeddings: input embedding and output head are one trainable matrix.
         gradient_bytes: bytes of one gradient value in an all-reduce.
         embedding_size: width of the embedding matrix, None where it is the hidden size.
+        sync_parts: shapes of the parameters that synchronise together, by stage and exchange; not read where the sync is
+            allreduce.
     """
 
     hidden_size: int
@@ -47,33 +46,17 @@ class ModelShape:
     tied_embeddings: bool = False
     gradient_bytes: int = 4
     embedding_size: int | None = None
+    sync_parts: tuple[tuple[tuple[Shape, ...], ...], ...] = ()
+
+    @property
+    def embedding_shape(self) -> Shape:
+        return self.vocab_size, self.embedding_size or self.hidden_size
 
     @property
     def embedding_bytes(self) -> int:
         """Bytes of the embedding matrix's gradient."""
-        return self.vocab_size * (self.embedding_size or self.hidden_size) * self.gradient_bytes
-
-
-@dataclass(frozen=True)
-class LinkBytes:
-    """Payload that one rank sends another on one axis in one optimizer step.
-
-    Attributes:
-        axis: one of `PLAN_AXES`.
-        from_rank, to_rank: global ranks, replica x stages + stage.
-        bytes: payload bytes.
-        messages: gloo messages that carry them.
-        boundary: on the pipeline axis the boundary's index (between chunk c and c + 1), else None.
-        direction: on the pipeline axis `forward` or `backward`, else None.
-    """
-
-    axis: str
-    from_rank: int
-    to_rank: int
-    bytes: int
-    messages: int
-    boundary: int | None = None
-    direction: str | None = None
+        rows, columns = self.embedding_shape
+        return rows * columns * self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -90,6 +73,7 @@ class BytePlan:
     length: int
     accumulation: int
     links: tuple[LinkBytes, ...]
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
 
     @property
     def tokens(self) -> int:
@@ -97,14 +81,14 @@ class BytePlan:
         return self.sequences * self.length * self.accumulation * self.mesh.replicas
 
     @property
-    def total_bytes(self) -> int:
+    def total_bytes(self) -> float:
         return self.axis_bytes("total")
 
-    def axis_bytes(self, axis: str) -> int:
+    def axis_bytes(self, axis: str) -> float:
         """Payload bytes sent on an axis, summed over all ranks."""
         return sum(link.bytes for link in self._links_of(axis))
 
-    def framing_bytes(self, axis: str) -> int:
+    def framing_bytes(self, axis: str) -> float:
         """What gloo's headers add to `axis_bytes`, summed over all ranks."""
         return sum(link.messages for link in self._links_of(axis)) * GLOO_MESSAGE_BYTES
 
@@ -112,7 +96,7 @@ class BytePlan:
         """Payload bytes over one boundary in one direction (`forward`, `backward`), summed over replicas."""
         return sum(link.bytes for link in self.links if (link.boundary, link.direction) == (boundary, direction))
 
-    def uplink_bytes(self, rank: int, axis: str = "total") -> int:
+    def uplink_bytes(self, rank: int, axis: str = "total") -> float:
         """Payload bytes that leave one rank."""
         return sum(link.bytes for link in self._links_of(axis) if link.from_rank == rank)
 
@@ -121,7 +105,7 @@ class BytePlan:
         return self.axis_bytes(axis) / self.tokens
 
     def dense(self) -> BytePlan:
-        """The same step with nothing coded and the same wire dtype."""
+        """The same step with nothing coded, the same wire dtype, and gradients all-reduced whole."""
         return byte_plan(
             self.model,
             self.mesh,
@@ -132,7 +116,7 @@ class BytePlan:
         )
 
     def ratio_to_dense(self, axis: str = "total") -> float:
-        """Share of the dense step's bytes that an axis sends, at most 1; 1 on an axis that sends nothing."""
+        """Share of the dense step's bytes that an axis sends; 1 on an axis that sends nothing."""
         dense_bytes = self.dense().axis_bytes(axis)
         return self.axis_bytes(axis) / dense_bytes if dense_bytes else 1.0
 
@@ -172,20 +156,23 @@ def byte_plan(
     sequences: int,
     length: int,
     accumulation: int = 1,
+    data_parallel: DataParallelConfig | None = None,
 ) -> BytePlan:
-    """Plans the bytes of one optimizer step.
+    """Plans the bytes of one optimizer step; what replicas send every so many steps counts in each with its share.
 
     The anchor axis is empty until anchors exist. Not counted: what torch sends once per schedule to agree on static
-    shapes (4 bytes each way over every boundary), and checkpoints.
+    shapes (4 bytes each way over every boundary), the sync after a run's last step, and checkpoints.
 
     Args:
         sequences: rows per replica and accumulation step (microbatches x rows per microbatch).
         length: padded tokens per sequence.
         accumulation: accumulation steps per optimizer step.
+        data_parallel: by default the dense all-reduce.
 
     Raises:
-        ValueError: a count below one, or `chunk_parameters` not one per model chunk.
+        ValueError: a count below one, `chunk_parameters` not one per model chunk, or `sync_parts` not one per stage.
     """
+    sync = data_parallel or DataParallelConfig()
     for name, value in (("sequences", sequences), ("length", length), ("accumulation", accumulation)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
@@ -194,6 +181,8 @@ def byte_plan(
             f"chunk_parameters has {len(model.chunk_parameters)} entries, the mesh has {mesh.num_chunks} chunks "
             f"({mesh.stages} stages x {mesh.chunks_per_rank}); give one entry per chunk"
         )
+    if sync.sync != "allreduce" and len(model.sync_parts) != mesh.stages:
+        raise ValueError(f"sync_parts has {len(model.sync_parts)} entries; give one for each of {mesh.stages} stages")
     rows = sequences * accumulation
     boundary_bytes = {
         direction: [
@@ -204,34 +193,11 @@ def byte_plan(
     }
     links = [
         *_pipeline(mesh, boundary_bytes, mesh.microbatches * accumulation),
-        *_tied(model, mesh),
-        *_data_parallel(model, mesh),
-        *_control(mesh),
+        *_tied(model, mesh, sync),
+        *_data_parallel(model, mesh, sync),
+        *_control(mesh, sync),
     ]
-    return BytePlan(model, mesh, boundary, sequences, length, accumulation, tuple(links))
-
-
-def all_reduce_links(axis: str, ranks: list[int], size_bytes: int) -> Iterator[LinkBytes]:
-    """Gloo's ring all-reduce of `size_bytes`: each of n ranks sends 2(n-1)/n of it to the rank before it."""
-    num_ranks = len(ranks)
-    if num_ranks < 2 or size_bytes == 0:
-        return
-    total_bytes = 2 * (num_ranks - 1) * size_bytes
-    segments_per_block = max(2, -(-size_bytes // (num_ranks * GLOO_SEGMENT_BYTES)))
-    for index, rank in enumerate(ranks):
-        # A total that does not divide leaves some ranks one byte more, so that the rows sum to it exactly.
-        share_bytes = total_bytes // num_ranks + (index < total_bytes % num_ranks)
-        yield LinkBytes(axis, rank, ranks[index - 1], share_bytes, 2 * (num_ranks - 1) * segments_per_block)
-
-
-def all_gather_links(axis: str, ranks: list[int], size_bytes: int) -> Iterator[LinkBytes]:
-    """Gloo's ring all-gather of `size_bytes` per rank: each of n ranks sends n-1 shares to the rank after it."""
-    num_ranks = len(ranks)
-    if num_ranks < 2:
-        return
-    for index, rank in enumerate(ranks):
-        to_rank = ranks[(index + 1) % num_ranks]
-        yield LinkBytes(axis, rank, to_rank, (num_ranks - 1) * size_bytes, 2 * (num_ranks - 1))
+    return BytePlan(model, mesh, boundary, sequences, length, accumulation, tuple(links), sync)
 
 
 def _pipeline_ranks(mesh: MeshConfig, replica: int) -> list[int]:
@@ -260,24 +226,34 @@ def _pipeline(mesh: MeshConfig, packed_bytes: dict[str, list[int]], messages: in
             yield LinkBytes("pipeline", far, near, backward, messages, boundary, "backward")
 
 
-def _tied(model: ModelShape, mesh: MeshConfig) -> Iterator[LinkBytes]:
+def _tied(model: ModelShape, mesh: MeshConfig, sync: DataParallelConfig) -> Iterator[LinkBytes]:
     if not model.tied_embeddings or mesh.stages < 2:
         return
     for replica in range(mesh.replicas):
         ranks = _pipeline_ranks(mesh, replica)
-        yield from all_reduce_links("tied", [ranks[0], ranks[-1]], model.embedding_bytes)
+        ends = [ranks[0], ranks[-1]]
+        if sync.sync == "allreduce":
+            yield from all_reduce_links("tied", ends, model.embedding_bytes)
+        else:
+            yield from message_links("tied", ends, low_rank_messages([model.embedding_shape], sync))
 
 
-def _data_parallel(model: ModelShape, mesh: MeshConfig) -> Iterator[LinkBytes]:
-    """One gradient all-reduce per optimizer step and stage: accumulation steps do not synchronise."""
+def _data_parallel(model: ModelShape, mesh: MeshConfig, sync: DataParallelConfig) -> Iterator[LinkBytes]:
+    """Accumulation steps do not synchronise."""
     for stage in range(mesh.stages):
-        parameters = sum(model.chunk_parameters[stage :: mesh.stages])
         ranks = _data_parallel_ranks(mesh, stage)
-        yield from all_reduce_links("data_parallel", ranks, parameters * model.gradient_bytes)
+        if sync.sync == "allreduce":
+            parameters = sum(model.chunk_parameters[stage :: mesh.stages])
+            yield from all_reduce_links("data_parallel", ranks, parameters * model.gradient_bytes)
+        else:
+            yield from sync_links(ranks, model.sync_parts[stage], sync)
 
 
-def _control(mesh: MeshConfig) -> Iterator[LinkBytes]:
+def _control(mesh: MeshConfig, sync: DataParallelConfig) -> Iterator[LinkBytes]:
     for replica in range(mesh.replicas):
         yield from all_gather_links("control", _pipeline_ranks(mesh, replica), GRAD_NORM_BYTES)
     for stage in range(mesh.stages):
-        yield from all_reduce_links("control", _data_parallel_ranks(mesh, stage), TOKEN_COUNT_BYTES)
+        ranks = _data_parallel_ranks(mesh, stage)
+        yield from all_reduce_links("control", ranks, TOKEN_COUNT_BYTES)
+        if sync.steps_apart:  # whose norms differ, and are averaged for the logs
+            yield from all_reduce_links("control", ranks, GRAD_NORM_BYTES)

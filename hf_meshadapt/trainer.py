@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import RandomSampler
-from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
@@ -89,7 +89,7 @@ class MeshAdaptMixin(HubMixin):
         check_adapters(model, peft_config)
         mesh = args.mesh_config()
         rank, launch = (0, None) if mesh.emulated else (args.process_index, launch_fingerprint(args.to_dict(), named))
-        self.engine = MeshEngine(mesh, args.boundary_config(), rank, launch)
+        self.engine = MeshEngine(mesh, args.boundary_config(), rank, args.data_parallel_config(), launch)
         # State of an optimizer that the caller brings is not known here.
         own_optimizer = named.get("optimizer_cls_and_kwargs") or any(named.get("optimizers") or ())
         optimizer = "" if own_optimizer else args.optim
@@ -101,7 +101,7 @@ class MeshAdaptMixin(HubMixin):
         self.engine.build(args.device, self.accelerator.autocast, loss_function(self))
         refuse_optimizer(self)
         self._evaluated: tuple[str, int] | None = None  # prefix and batches of the last one, until timed
-        self._step_hook: RemovableHandle | None = None
+        self._undo_step_hook: Callable[[], None] = lambda: None
         self._accumulation = 0
         self._batch_length = 0
         if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
@@ -173,7 +173,10 @@ class MeshAdaptMixin(HubMixin):
                 if folder is None:
                     raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in {self.args.output_dir}")
                 resume_from_checkpoint = str(folder)
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            self.engine.replication.restart()
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            self.engine.finish()
+            return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         mesh_checkpoint.load_weights(self.engine, Path(resume_from_checkpoint))
@@ -188,11 +191,12 @@ class MeshAdaptMixin(HubMixin):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         refuse_foreign_loader(train_dataloader, self.engine, trains=True)
         refuse_unlabelled(train_dataloader, self._rows(training=True), self._count_labels, self.engine)
+        self.engine.num_steps = max_steps
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if self._step_hook is not None:  # of an earlier train()
-            self._step_hook.remove()
+        self._undo_step_hook()  # of an earlier train()
         # The step's last moment: everything before it is part of the step that the meter times.
-        self._step_hook = self.optimizer.optimizer.register_step_post_hook(lambda *_: self.engine.end_step())
+        in_turn = self.engine.replication.local.step_in_turn
+        self._undo_step_hook = in_turn(self.optimizer.optimizer, after=self.engine.end_step)
         self._accumulation = 0
         if self.engine.needs_calibration:
             self._calibrate(train_dataloader)
@@ -284,7 +288,7 @@ class MeshAdaptMixin(HubMixin):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
-        with self.engine.ledger.apart():
+        with self.engine.ledger.apart(), self.engine.outer_weights():
             output, num_batches = evaluation_loop(
                 self,
                 dataloader,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ..boundary.module import wire_tensors
-from ..config import BoundaryConfig, MeshConfig
+from ..config import BoundaryConfig, DataParallelConfig, MeshConfig
 from ..memory import ChunkFootprint, RankWeights, check_fits, parts, resident_plan, table_bytes
 from .assembly import ModelParts, cut_model, local_chunks, own_parts, plan_spans, wrap_chunks
 from .layout import ModelLayout, find_layout
@@ -83,6 +83,7 @@ def check_resident(
     optimizer: str,
     device: torch.device,
     where: str,
+    sync: DataParallelConfig,
 ) -> None:
     """Refuses what a rank will hold, activations apart, if its device is smaller.
 
@@ -95,7 +96,7 @@ def check_resident(
     ends = sum((chunk > 0) + (chunk < mesh.num_chunks - 1) for chunk in local_chunks(mesh, stage))
     # Token features are sized when they are made; without them this is still a lower bound.
     tables = table_bytes(boundary, layout.hidden_size, layout.vocab_size, features=0, ends=ends)
-    plan = resident_plan(weights, mesh, optimizer, tables)
+    plan = resident_plan(weights, mesh, optimizer, tables, sync)
     logger.info("%s will hold %s, and activations", where, parts(plan))
     check_fits(plan, *device_memory(device), where)
 

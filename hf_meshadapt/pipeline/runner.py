@@ -9,12 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..boundary.aq_sgd import mark_first_visit
 from ..boundary.module import wire_tensors
 from ..boundary.observer import Observer
 from ..config import BoundaryConfig, MeshConfig
+from ..data_parallel.base import GradientSynchronizer
 from .assembly import ModelParts
 from .microbatch import Batch, largest_divisor, token_kinds
 from .replicas import wrap_data_parallel
@@ -31,10 +33,26 @@ class Runner(ABC):
         mesh: shape of the mesh.
         boundary: what crosses a boundary.
         device: where the chunks compute.
+        data_parallel_group: of the replicas whose gradients DDP averages; None where it does not.
+        synchronizer: between replicas; only where there is one alone it is not needed.
     """
 
-    def __init__(self, parts: ModelParts, mesh: MeshConfig, boundary: BoundaryConfig, device: torch.device):
+    def __init__(
+        self,
+        parts: ModelParts,
+        mesh: MeshConfig,
+        boundary: BoundaryConfig,
+        device: torch.device,
+        *,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        synchronizer: GradientSynchronizer | None = None,
+    ):
         self.parts, self.mesh, self.boundary, self.device = parts, mesh, boundary, device
+        self.synchronizer = synchronizer
+        self.modules: dict[int, nn.Module] = {
+            chunk: wrap_data_parallel(stage, data_parallel_group, synchronizer and synchronizer.hook(chunk))
+            for chunk, stage in parts.stages.items()
+        }
 
     def train_batch(
         self, batch: Batch, rows: int, keys: list[torch.Tensor], num_items: torch.Tensor, sync: bool
@@ -140,12 +158,9 @@ class PipelineRunner(Runner):
     modules. The stages of a pipeline see the same shapes in the same order, so they drop the same ones.
     """
 
-    def __init__(self, parts, mesh, boundary, device, *, group, data_parallel_group, waiter: Waiter):
-        super().__init__(parts, mesh, boundary, device)
+    def __init__(self, *args, group: dist.ProcessGroup, waiter: Waiter, **kwargs):
+        super().__init__(*args, **kwargs)
         self.group, self.waiter = group, waiter
-        self.modules: dict[int, nn.Module] = {
-            chunk: wrap_data_parallel(stage, data_parallel_group) for chunk, stage in parts.stages.items()
-        }
         self._schedules: ShapeCache[tuple] = ShapeCache()
 
     def set_boundary(self, boundary):

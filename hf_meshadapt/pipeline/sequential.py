@@ -8,33 +8,33 @@ from collections.abc import Iterator
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from .local_replicas import LocalReplicas
 from .microbatch import Batch, largest_divisor, pad_rows
-from .replicas import wrap_data_parallel
 from .runner import Runner
 
 
 class SequentialRunner(Runner):
     """All chunks in this process, one after the other: the emulated mesh, and meshes of one stage.
 
-    Replicas run in sequence; each gets gradients of its own, which are averaged as DDP would: divided by the number
-    of replicas, then summed in replica order.
+    Replicas run in sequence; each gets gradients of its own, which the synchronizer averages unless replicas step
+    apart.
+
+    Args:
+        local: the replicas of this process; by default there is one alone.
     """
 
-    def __init__(self, parts, mesh, boundary, device, *, data_parallel_group=None):
-        super().__init__(parts, mesh, boundary, device)
-        self.replicas = mesh.replicas if mesh.emulated else 1
-        self.module = next(iter(parts.stages.values()))
-        if data_parallel_group is not None:
-            self.module = wrap_data_parallel(self.module, data_parallel_group)
-        self._gradients: list[dict[str, torch.Tensor | None]] = [{} for _ in range(self.replicas)]
+    def __init__(self, *args, local: LocalReplicas | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.local = local or LocalReplicas(self.parts.named_trainable(), 1, apart=False)
+        self.replicas = self.local.num_replicas
+        self.module = next(iter(self.modules.values()))
 
     def _train(self, batch, rows, keys, num_items, sync):
         loss = torch.zeros((), device=self.device)
-        for replica, part in enumerate(self._replica_batches(batch, rows)):
-            self._swap_in(replica)
-            loss += self._train_replica(part, keys[replica], num_items, sync)
-            self._swap_out(replica)
-        if self.replicas > 1 and sync:
+        parts = self._replica_batches(batch, rows)
+        for replica in self.local.passes():
+            loss += self._train_replica(parts[replica], keys[replica], num_items, sync)
+        if self.replicas > 1 and sync and not self.local.apart:
             self._average()
         return loss / self.replicas
 
@@ -85,22 +85,11 @@ class SequentialRunner(Runner):
         batch = pad_rows(batch, rows * self.replicas)
         return split_rows(batch, self.replicas)
 
-    # One set of parameters serves all replicas, so `.grad` changes hands between them.
-    def _swap_in(self, replica: int) -> None:
-        if self.replicas > 1:
-            for name, parameter in self.parts.named_trainable():
-                parameter.grad = self._gradients[replica].get(name)
-
-    def _swap_out(self, replica: int) -> None:
-        if self.replicas > 1:
-            for name, parameter in self.parts.named_trainable():
-                self._gradients[replica][name], parameter.grad = parameter.grad, None
-
     def _average(self) -> None:
-        for name, parameter in self.parts.named_trainable():
-            parts = [gradients.pop(name) for gradients in self._gradients]
-            parts = [part / self.replicas for part in parts if part is not None]
-            parameter.grad = torch.stack(parts).sum(0) if parts else None
+        gradients = self.local.take_gradients()
+        for chunk in self.parts.stages:
+            for name, average in self.synchronizer.average(chunk, gradients).items():
+                self.parts.model.get_parameter(name).grad = average
 
 
 def split_rows(batch: Batch, count: int) -> list[Batch]:

@@ -32,6 +32,9 @@ from ..launch import fork_rank, free_port, rank_environment, start_ranks
 
 ADAPTIVE = dict(preset="anchored", boundary_budget=0.4, calibration_tokens=300, calibration_every=2)
 ADAPTIVE |= dict(boundary_target_step_seconds=60.0)
+POWERSGD = dict(dp_sync="powersgd", matrix_rank=4)
+DILOCO = dict(dp_sync="diloco", sync_every=1, matrix_rank=4)
+STREAMING = dict(dp_sync="streaming_diloco", sync_every=1, matrix_rank=4)
 KILLED = [
     Case("SIGKILL", "train", "the gradient of microbatch 0 from rank 1", victim=1, stages=2),
     Case("SIGKILL", "train", "the activation of microbatch 0 from rank 0", victim=0, stages=2, schedule="1f1b"),
@@ -46,6 +49,8 @@ KILLED = [
     Case("SIGKILL", "counts", "the other replicas' sums from rank 0", victim=0, stages=1, replicas=2),
     Case("SIGKILL", "tied", "the tied embedding from rank 1", victim=1, stages=2),
     Case("SIGKILL", "norm", "gradient norms from rank 0", victim=0, stages=2),
+    Case("SIGKILL", "train", "the other replicas' gradients from rank 1", 1, stages=2, replicas=2, fields=POWERSGD),
+    Case("SIGKILL", "sync", "the other replicas' weights from rank 0", victim=0, stages=1, replicas=2, fields=DILOCO),
     Case("SIGKILL", "logs", "Trainer's exchange with rank 1", victim=1, stages=2),
     Case("SIGKILL", "figures", "the last steps' figures from rank 0", victim=0, stages=2),
     Case("SIGKILL", "evaluate", "an exchange with rank 0", victim=0, stages=2),
@@ -86,6 +91,7 @@ STOPPED = [
     Case("SIGSTOP", "train", "the activation of microbatch 0 from rank 0", 0, stages=2, schedule="interleaved"),
     Case("SIGSTOP", "counts", "the other replicas' sums from rank 0", victim=0, stages=1, replicas=2),
     Case("SIGSTOP", "norm", "gradient norms from rank 1", victim=1, stages=2, schedule="1f1b"),
+    Case("SIGSTOP", "sync", "the other replicas' weights from rank 1", 1, stages=1, replicas=2, fields=STREAMING),
     Case("SIGSTOP", "logs", "Trainer's exchange with rank 0", victim=0, stages=2),
     Case("SIGSTOP", "groups", "the store of rank 0 .* did not answer", victim=0, stages=2),
     Case("SIGSTOP", "evaluate", "an exchange with rank 1", victim=1, stages=2),

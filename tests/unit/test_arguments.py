@@ -15,6 +15,7 @@ DENSE = {"pipeline_stages": 2, "preset": "dense"}
 SECONDS = "boundary_target_step_seconds"
 SECOND = {SECONDS: 1.0}
 RATED = {**SECOND, "link_bits_per_second": 1e8}
+REPLICAS = {"data_parallel_replicas": 2}
 INTERLEAVED = {"pipeline_stages": 2, "pipeline_schedule": "interleaved", "pipeline_chunks_per_rank": 2}
 
 
@@ -271,6 +272,8 @@ def test_every_added_field_has_help():
         {"pipeline_stages": 2, **RATED},
         {"pipeline_stages": 2, "mask_ratio": 0.5, "boundary_predictor": "mean", "pipeline_split": "1,2"},
         INTERLEAVED,
+        {**REPLICAS, "dp_sync": "powersgd", "matrix_rank": 4},
+        {**REPLICAS, "dp_sync": "streaming_diloco", "outer_wire": "int8"},
     ],
     ids=str,
 )
@@ -283,3 +286,4 @@ def test_arguments_survive_serialisation_and_reconstruction(make, fields):
     from_json = MeshAdaptArguments(**{k: v for k, v in json.loads(args.to_json_string()).items() if k in kept})
     assert from_json.mesh_config() == args.mesh_config()
     assert from_json.boundary_config() == args.boundary_config()
+    assert from_json.data_parallel_config() == args.data_parallel_config()

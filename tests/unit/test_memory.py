@@ -10,7 +10,7 @@ import torch
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
-from hf_meshadapt.config import BoundaryConfig, MeshConfig
+from hf_meshadapt.config import BoundaryConfig, DataParallelConfig, MeshConfig
 from hf_meshadapt.memory import (
     ChunkFootprint,
     RankWeights,
@@ -84,6 +84,26 @@ def test_a_plan_adds_up():
     assert memory_plan(RANK, {0: small}, [("F", 0, 0), ("B", 0, 0)], mesh, optimizer="adamw_torch").passes == 40 + 16
     assert resident_plan(RANK, mesh, "sgd").peak_bytes == 44 + 40 + 40
     assert resident_plan(RANK, mesh, "an optimizer nobody knows").optimizer == 0
+
+
+@pytest.mark.parametrize(
+    "sync,emulated,reducer,kept",
+    [
+        (DataParallelConfig(), False, 1, 0),
+        (DataParallelConfig("powersgd"), False, 1, 1),  # errors
+        (DataParallelConfig("diloco"), False, 0, 2),  # outer weights and momentum
+        (DataParallelConfig("diloco", outer_wire="powersgd"), False, 0, 3),
+        (DataParallelConfig("powersgd"), True, 0, 3),  # errors of three replicas
+        (DataParallelConfig("diloco"), True, 0, 2 + 2 * 3),  # two more replicas' weights and AdamW state
+    ],
+)
+def test_state_of_the_data_parallel_sync(sync, emulated, reducer, kept):
+    mesh = MeshConfig(stages=2, replicas=3, emulated=emulated)
+    plan = resident_plan(RANK, mesh, "adamw_torch", sync=sync)
+    assert (plan.reducer, plan.sync) == (reducer * RANK.trainable, kept * RANK.trainable)
+    assert plan.peak_bytes == resident_plan(RANK, mesh, "adamw_torch").peak_bytes + (
+        plan.reducer + plan.sync - resident_plan(RANK, mesh, "adamw_torch").reducer
+    )
 
 
 def test_tables_of_boundaries():

@@ -1,0 +1,64 @@
+"""How replicas synchronise: what the arguments refuse, fill in, and hand on."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_meshadapt import MeshAdaptArguments
+from hf_meshadapt.config import DataParallelConfig
+
+TWO = {"data_parallel_replicas": 2}
+POWERSGD = {**TWO, "dp_sync": "powersgd"}
+DILOCO = {**TWO, "dp_sync": "diloco"}
+STREAMING = {**TWO, "dp_sync": "streaming_diloco"}
+
+
+@pytest.fixture
+def make(tmp_path):
+    return lambda **fields: MeshAdaptArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **fields)
+
+
+# Fields, then what the message must hold: field=value, and a word of the remedy.
+REFUSED = [
+    ({**TWO, "dp_sync": "gossip"}, "dp_sync='gossip'", "allreduce, powersgd"),
+    ({"dp_sync": "powersgd"}, "dp_sync='powersgd'", "Launch two replicas"),
+    ({**TWO, "matrix_rank": 4}, "matrix_rank=4", "Use it with powersgd or diloco"),
+    ({**TWO, "sync_every": 4}, "sync_every=4", "Use it with diloco or streaming_diloco"),
+    ({**POWERSGD, "outer_wire": "int8"}, "outer_wire='int8'", "Use it with diloco"),
+    ({**DILOCO, "overlap_steps": 1}, "overlap_steps=1", "Use it with streaming_diloco"),
+    ({**DILOCO, "mixing": 0.5}, "mixing=0.5", "Use it with streaming_diloco"),
+    ({**POWERSGD, "matrix_rank": 0}, "matrix_rank=0", "Use 1 or more"),
+    ({**POWERSGD, "factor_dtype": "int8"}, "factor_dtype='int8'", "float32, bfloat16"),
+    ({**DILOCO, "outer_wire": "int4"}, "outer_wire='int4'", "int8, powersgd"),
+    ({**DILOCO, "sync_every": 0}, "sync_every=0", "Use 1 or more"),
+    ({**DILOCO, "outer_learning_rate": 0.0}, "outer_learning_rate=0.0", "Try 0.7"),
+    ({**DILOCO, "outer_learning_rate": float("nan")}, "outer_learning_rate=nan", "Try 0.7"),
+    ({**DILOCO, "outer_momentum": 1.0}, "outer_momentum=1.0", "Try 0.9"),
+    ({**STREAMING, "mixing": 1.0}, "mixing=1.0", "Try 0.5"),
+    ({**STREAMING, "num_fragments": 31}, "num_fragments=31", "raise sync_every"),
+    ({**STREAMING, "overlap_steps": 10}, "overlap_steps=10", "raise sync_every"),
+    ({**STREAMING, "overlap_steps": -1}, "overlap_steps=-1", "Lower it"),
+    ({**STREAMING, "sync_chunk_bytes": 0}, "sync_chunk_bytes=0", "Use 1 or more"),
+]
+
+
+@pytest.mark.parametrize("fields,named,remedy", REFUSED, ids=lambda value: str(value)[:50])
+def test_wrong_values_are_refused_with_field_value_and_remedy(make, fields, named, remedy):
+    with pytest.raises(ValueError) as error:
+        make(**fields)
+    assert named in str(error.value) and remedy in str(error.value)
+
+
+def test_defaults(make):
+    assert make().data_parallel_config() == DataParallelConfig()
+    assert make(**POWERSGD).data_parallel_config() == DataParallelConfig("powersgd")
+    assert make(**DILOCO).data_parallel_config() == DataParallelConfig("diloco", sync_every=30)
+    streaming = make(**STREAMING).data_parallel_config()
+    expected = DataParallelConfig("streaming_diloco", sync_every=30, num_fragments=3, overlap_steps=5, mixing=0.5)
+    assert streaming == expected
+
+
+@pytest.mark.parametrize("every,fragments,overlap", [(1, 1, 0), (2, 2, 0), (7, 3, 1), (100, 3, 5)])
+def test_defaults_of_fragments_fit_short_rounds(make, every, fragments, overlap):
+    config = make(**STREAMING, sync_every=every).data_parallel_config()
+    assert (config.num_fragments, config.overlap_steps) == (fragments, overlap)
