@@ -66,7 +66,7 @@ def joined(ranks: list[dict]) -> dict[str, torch.Tensor]:
 
 def assert_same_adapter(folder: Path, other: Path, exact: bool) -> None:
     names = {path.name for path in folder.iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.safetensors", "training_args.json"}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "mesh_run.json", "training_args.json"}
     assert (folder / "adapter_config.json").read_text() == (other / "adapter_config.json").read_text()
     mine, expected = (load_file(path / "adapter_model.safetensors") for path in (folder, other))
     assert mine.keys() == expected.keys()
