@@ -2,10 +2,15 @@
 
 All runs train on the same problems in the same order, from the same start, on CPU processes. The dense checkpoint is
 then loaded with plain transformers to answer a problem that it was not trained on. Results: runs/demo/demo.json.
+
+`--anchor` adds two runs with a fifth process beside the four, an anchor: its priors correct the coded run's gradients, and,
+as the control, are all that is trained on.
 """
 
+import argparse
 import json
 import os
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -25,6 +30,8 @@ RUNS = {
     "paper": ["--preset", "paper"],
     "anchored": ["--preset", "anchored", "--calibration_tokens", "8192"],
 }
+ANCHOR = [*RUNS["anchored"], "--anchor", "--anchor_every", "4", "--fast_endpoint", "127.0.0.1:29651"]
+ANCHOR_RUNS = {"corrected": ANCHOR, "anchor_only": [*ANCHOR, "--correction_rule", "anchor_only"]}
 console = Console()
 
 
@@ -33,24 +40,38 @@ def say(text: str) -> None:
 
 
 def finetune(name: str, options: list[str]) -> dict:
-    """Run the example over four processes; returns its metrics."""
+    """Run the example over four processes, and its anchor where it has one; returns its metrics."""
     folder = OUTPUT / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     metrics_file = folder / "metrics.json"
     accelerate = os.path.relpath(Path(sys.executable).with_name("accelerate"))
-    command = [
-        *[accelerate, "launch", "--config_file", "accelerate_configs/cpu_2x2.yaml", "examples/finetune_gsm8k.py"],
-        *["--model_name_or_path", str(DEFAULT_FOLDER), "--num_eval_problems", "40", "--max_length", "320"],
+    launcher = [accelerate, "launch", "--config_file", "accelerate_configs/cpu_2x2.yaml"]
+    script = [
+        *["examples/finetune_gsm8k.py", "--model_name_or_path", str(DEFAULT_FOLDER)],
+        *["--num_eval_problems", "40", "--max_length", "320"],
         *["--pipeline_stages", "2", *options, "--use_cpu", "--bf16", "--max_steps", "16"],
         *["--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4"],
         *["--learning_rate", "1e-4", "--lr_scheduler_type", "constant", "--logging_steps", "8"],
         *["--save_strategy", "no", "--seed", "0", "--output_dir", str(folder), "--metrics_file", str(metrics_file)],
     ]
     say(f"{name} run")
-    print(shlex.join(command), flush=True)
+    print(shlex.join([*launcher, *script]), flush=True)
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    if subprocess.run(command, env={**os.environ, **quiet}).returncode:
+    environment = {**os.environ, **quiet, "HF_MESHADAPT_ANCHOR_SECRET": secrets.token_hex(32)}
+    anchor = None
+    if "--anchor" in options:
+        command = [os.path.relpath(sys.executable), *script, "--circuit", "anchor"]
+        print(shlex.join(command), flush=True)
+        anchor = subprocess.Popen(command, env=environment)
+    try:
+        failed = subprocess.run([*launcher, *script], env=environment).returncode
+        if anchor is not None and not failed:
+            failed = anchor.wait()
+    finally:
+        if anchor is not None:
+            anchor.kill()
+    if failed:
         raise SystemExit(f"The {name} run failed; its messages are above.")
     return json.loads(metrics_file.read_text())
 
@@ -76,7 +97,8 @@ def collect(metrics: dict[str, dict]) -> dict:
                 "loss_after": run["loss_after"],
                 "tokens_per_second": run["tokens_per_second"],
                 "bytes_per_token": per_token,
-                "bytes_ratio_to_dense": {axis: count / dense_bytes[axis] for axis, count in per_token.items()},
+                "bytes_ratio_to_dense": {axis: per_token[axis] / count for axis, count in dense_bytes.items()},
+                "anchor": run["anchor"],
             }
         )
     return {"loss_before": loss_before, "runs": runs}
@@ -91,10 +113,21 @@ def results_table(results: dict) -> Table:
     table.add_row("held-out loss before", *[f"{results['loss_before']:.3f}" for _ in runs])
     table.add_row("held-out loss after", *[f"{run['loss_after']:.3f}" for run in runs])
     table.add_row("tokens/s", *[f"{run['tokens_per_second']:.0f}" for run in runs], end_section=True)
-    for axis in runs[0]["bytes_per_token"]:
-        cells = [f"{run['bytes_per_token'][axis]:,.0f} ({run['bytes_ratio_to_dense'][axis]:.1%})" for run in runs]
-        table.add_row(f"bytes/token, {axis}", *cells)
+    if any(run["anchor"] for run in runs):
+        live = [f"{run['anchor']['num_live_steps']}" if run["anchor"] else "-" for run in runs]
+        ages = [f"{run['anchor']['mean_prior_age_steps'] or 0:.1f}" if run["anchor"] else "-" for run in runs]
+        table.add_row("steps with a prior", *live)
+        table.add_row("its mean age in steps", *ages, end_section=True)
+    for axis in dict.fromkeys(axis for run in runs for axis in run["bytes_per_token"]):
+        table.add_row(f"bytes/token, {axis}", *[bytes_cell(run, axis) for run in runs])
     return table
+
+
+def bytes_cell(run: dict, axis: str) -> str:
+    count, ratio = run["bytes_per_token"].get(axis), run["bytes_ratio_to_dense"].get(axis)
+    if count is None:
+        return "-"
+    return f"{count:,.0f}" + ("" if ratio is None else f" ({ratio:.1%})")
 
 
 def answer(checkpoint: Path, question: str) -> str:
@@ -112,13 +145,17 @@ def answer(checkpoint: Path, question: str) -> str:
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--anchor", action="store_true", help="add the runs with an anchor")
+    with_anchor = parser.parse_args().anchor
     os.chdir(ROOT)
     start = time.time()
     say("Model and data")
     _, held_out = load_gsm8k()
     print(prepare())
 
-    results = collect({name: finetune(name, options) for name, options in RUNS.items()})
+    runs = RUNS | (ANCHOR_RUNS if with_anchor else {})
+    results = collect({name: finetune(name, options) for name, options in runs.items()})
     results_file = OUTPUT / "demo.json"
     results_file.write_text(json.dumps(results, indent=2) + "\n")
 

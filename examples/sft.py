@@ -78,6 +78,9 @@ def main():
         eval_dataset=held_out,
         processing_class=tokenizer,
     )
+    if training_args.runs_anchor:
+        trainer.train()  # serves the fast circuit, which evaluates and saves
+        return
     loss_before = trainer.evaluate()["eval_loss"]
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     loss_after = trainer.evaluate()["eval_loss"]

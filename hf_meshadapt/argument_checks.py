@@ -87,7 +87,7 @@ class ArgumentChecks(SyncArguments):
                 "Set pipeline_stages to 2 or more, or leave it unset",
             )  # fmt: skip
         target = resolved["boundary_target_step_seconds"]
-        if target is not None and resolved["link_bits_per_second"] is None and self.emulated:
+        if target is not None and resolved["link_bits_per_second"] is None and self.emulated and not self.runs_anchor:
             raise user_error(
                 "boundary_target_step_seconds", target, "one process has no links whose rate could be measured",
                 "Set link_bits_per_second too, for example 100e6 for 100 Mbit/s",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from .anchor_arguments import AnchorArguments
 from .argument_checks import ArgumentChecks
 from .config import CODECS, PREDICTORS, SCHEDULES, WIRE_DTYPE_BYTES, BoundaryConfig, MeshConfig
 from .presets import PRESETS
@@ -19,15 +20,14 @@ from .waiting import join_world
 
 
 @dataclass
-class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
+class MeshAdaptArguments(AnchorArguments, ArgumentChecks, TrainingArguments):
     preset: str = field(
         default="anchored",
         metadata={
             "help": "Which recipe fills the boundary fields that are not set: `anchored` codes activations and "
             "gradients by what was learnt from a few uncoded passes (predictor and transform codec at 0.05 of the "
             "dense bytes); `dense` sends every activation whole; `paper` is random masking of 0.95 in bfloat16 with zero "
-            "fill, as arXiv 2609.14339 describes its boundaries (the paper's anchor circuit and spectral correction "
-            "are not part of this preset yet).",
+            "fill, as arXiv 2609.14339 describes its boundaries; add anchor=True for its anchor circuit.",
             "choices": list(PRESETS),
         },
     )
@@ -238,10 +238,10 @@ class MeshAdaptArguments(ArgumentChecks, TrainingArguments):
         self._resolve_boundary()
         self._check_mesh()
         self._resolve_calibration()
+        self._resolve_anchor()
         self._check_trainer_options()
         if not self.emulated and not torch.accelerator.is_available():
-            # accelerate's launcher keeps a YAML's use_cpu to itself, and without it each rank takes itself for the
-            # only one.
+            # accelerate's launcher keeps a YAML's use_cpu to itself: each rank would take itself for the only one.
             self.use_cpu = True
         if self.wire_backend == "gloo" and self.ddp_backend is None and not self.emulated:
             # NCCL refuses two ranks on one GPU, and the start-up collectives must not need it either.

@@ -156,7 +156,9 @@ def sound(batch, engine: MeshEngine) -> dict:
     return batch
 
 
-def agreed_num_items(batches: list[dict], count_labels: CountLabels, engine: MeshEngine, step: int) -> torch.Tensor:
+def agreed_num_items(
+    batches: list[dict], count_labels: CountLabels, engine: MeshEngine, anchoring, step: int
+) -> torch.Tensor:
     """Predicted tokens of an optimizer step over all replicas, on the CPU; 1 where there are none, so that such a step
     has loss 0 and no gradient. Trainer would divide by 0 and make every weight NaN.
 
@@ -175,7 +177,7 @@ def agreed_num_items(batches: list[dict], count_labels: CountLabels, engine: Mes
         layout = engine.parts.layout
         faults = (range_fault(extremes, layout.vocab_size, layout.num_positions) for extremes in facts[:, 1:])
         fault = next(filter(None, faults), None)
-    count, num_faults = engine.sum_over_replicas(torch.stack([count, torch.tensor(int(fault is not None))]))
+    count, num_faults = anchoring.sum_over_replicas(torch.stack([count, torch.tensor(int(fault is not None))]))
     if num_faults:
         raise ValueError(fault or "another replica's batch has tokens outside the model's tables: see its error")
     if batches and not count and engine.topology.rank == 0:

@@ -27,7 +27,7 @@ from .pipeline.microbatch import Batch, batch_digest, microbatch_keys
 from .pipeline.runner import PipelineRunner, Runner
 from .pipeline.sequential import SequentialRunner
 from .pipeline.stage import LossFunction
-from .planner import BytePlan, ModelShape, byte_plan
+from .planner import AnchorPlan, BytePlan, ModelShape, byte_plan
 from .replication import Replication
 from .waiting import Waiter, leave_world_at_exit, within
 
@@ -43,6 +43,11 @@ class MeshEngine(Agreements):
         rank: this process's rank; 0 in the emulated mesh.
         data_parallel: what keeps replicas one model; by default the dense all-reduce.
         launch: what must be alike on all ranks before they form groups.
+        anchored: priors will travel between replicas.
+
+    Attributes:
+        figures: what this stage tells the others of its pipeline with the next gradient norm, float64 (n,).
+        figures_of: what every stage of the pipeline told with the last one, in order.
 
     Raises:
         ValueError: it is not; on all ranks.
@@ -55,8 +60,10 @@ class MeshEngine(Agreements):
         rank: int,
         data_parallel: DataParallelConfig | None = None,
         launch: Fingerprint | None = None,
+        anchored: bool = False,
     ):
         self.mesh, self.boundary, self.data_parallel = mesh, boundary, data_parallel or DataParallelConfig()
+        self._anchored = anchored
         self.topology = MeshTopology(mesh.stages, mesh.replicas, rank)
         self.ledger = Ledger()
         self.sockets, self.step_meter = self.ledger.sockets, self.ledger.step_meter
@@ -76,6 +83,9 @@ class MeshEngine(Agreements):
         self.features: torch.Tensor | None = None  # token features, shared by all boundaries
         self.busy_seconds: float | None = None  # of the busiest rank in a pass; None measures, a test gives its own
         self.agreed_lengths = set()
+        self.anchor_plan: AnchorPlan | None = None
+        self.figures = torch.zeros(0, dtype=torch.float64)
+        self.figures_of: list[torch.Tensor] = []
         self._cut: tuple | None = None
         self._adapter: torch.nn.Module | None = None
         self._digest = torch.zeros(2, dtype=torch.long)  # of the batches of the optimizer step so far
@@ -85,7 +95,8 @@ class MeshEngine(Agreements):
         def agree(group: dist.ProcessGroup) -> None:
             refuse_differences(exchange_json(launch, group))
 
-        return MeshGroups(self.topology, self.mesh.wire_backend, self.mesh.timeout_seconds, self.sockets, agree)
+        timeout_seconds = self.mesh.timeout_seconds
+        return MeshGroups(self.topology, self.mesh.wire_backend, timeout_seconds, self.sockets, agree, self._anchored)
 
     # Model -----------------------------------------------------------------------------------------------------------
 
@@ -283,12 +294,15 @@ class MeshEngine(Agreements):
         owned = map(self.parts.parameters_of, self.parts.stages)
         mine = torch.stack([squared_norm(parameter for _, parameter in named) for named in owned])
         if self.groups is None or self.mesh.num_chunks == 1:
+            self.figures_of = [self.figures]
             return self._finite(mine).sum().sqrt()
-        message = torch.cat([mine, self._digest.cpu().double()])
+        message = torch.cat([mine, self._digest.cpu().double(), self.figures])
         gathered = [torch.empty_like(message) for _ in range(self.mesh.stages)]
         with self._waiting("the other stages' gradient norms from", self._pipeline):
             dist.all_gather(gathered, message, group=self.groups.control)
-        norms, digests = torch.stack(gathered).split([len(mine), len(message) - len(mine)], dim=1)
+        sizes = [len(mine), len(self._digest), len(self.figures)]
+        norms, digests, figures = torch.stack(gathered).split(sizes, dim=1)
+        self.figures_of = list(figures)
         self.refuse_unlike_batches(digests, f"in step {self.waiter.step}")
         # Chunk c is entry c // stages of stage c % stages.
         return self._finite(norms.T.reshape(-1)).sum().sqrt()
@@ -336,7 +350,9 @@ class MeshEngine(Agreements):
             sync_parts=self._sync_parts(),
         )
         counts = {"sequences": rows, "length": length, "accumulation": accumulation}
-        return byte_plan(shape, self.mesh, self.boundary, **counts, data_parallel=self.data_parallel)
+        return byte_plan(
+            shape, self.mesh, self.boundary, **counts, data_parallel=self.data_parallel, anchor=self.anchor_plan
+        )
 
     def _sync_parts(self) -> tuple:
         shared = self.share(self.replication.synchronizer.parts())

@@ -21,7 +21,7 @@ def squared_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
     return norms.square().sum().cpu()
 
 
-def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:
+def clip_coefficient(norm: torch.Tensor | float, max_norm: float) -> float:
     """What every gradient is multiplied by so that the norm is at most `max_norm`; 1 if it already is."""
     return min(1.0, max_norm / (float(norm) + 1e-6))
 

@@ -75,6 +75,7 @@ class MeshGroups:
         control: this replica's stages, CPU tensors; gradient norms and other few-byte agreements.
         replica_control: this stage's replicas, CPU tensors; token counts.
         save: all ranks, CPU tensors; streams checkpoint shards and agrees that a checkpoint is whole.
+        anchor: this stage's replicas, CPU tensors; priors from replica 0 to the others. None without an anchor.
 
     A `meter` given at construction learns which connections belong to which axis (both control groups are `control`).
     `agree`, given `save`, runs before the other groups are made: ranks that mean different meshes would wait for ever.
@@ -87,6 +88,7 @@ class MeshGroups:
         timeout_seconds: float,
         meter: SocketMeter | None = None,
         agree: Callable[[dist.ProcessGroup], None] | None = None,
+        anchored: bool = False,
     ):
         self.topology = topology
         self.timeout_seconds = timeout_seconds
@@ -114,3 +116,4 @@ class MeshGroups:
             self.tied = make("tied", ends, wire_backend)
         self.control = make("control", pipelines, "gloo")
         self.replica_control = make("control", replicas, "gloo")
+        self.anchor = make("anchor", replicas, "gloo") if anchored else None

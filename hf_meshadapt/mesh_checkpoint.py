@@ -138,6 +138,7 @@ def save_checkpoint(
     write_extras: Callable[[Path], None],
     optimizer: torch.optim.Optimizer | None,
     scheduler_state: dict,
+    write_further: Callable[[Path], None],
     keep_local: bool,
 ) -> bool:
     """Writes a checkpoint to resume from, whole or not at all. Collective.
@@ -146,6 +147,7 @@ def save_checkpoint(
         final: the checkpoint's folder.
         write_extras: writes tokenizer, trainer state and the like; called once per filesystem.
         optimizer: the torch optimizer; None saves the model only.
+        write_further: writes what else belongs to a stage's optimizer; called once per filesystem and stage.
 
     Returns:
         Whether this rank is the one that clears older checkpoints of its filesystem away. All ranks have the new one.
@@ -155,6 +157,8 @@ def save_checkpoint(
     site.write_weights()
     if optimizer is not None:
         _write_state(site, optimizer, scheduler_state)
+        if site.writes_stage:
+            write_further(site.partial)
     site.barrier()
     if site.is_leader:
         write_extras(site.partial)

@@ -12,7 +12,7 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -61,6 +61,7 @@ class SocketMeter:
 
     def __init__(self):
         self.available = _tcp_info_available()
+        self._counters: list[tuple[str, Callable[[], int]]] = []
         self._sockets: dict[int, _Socket] = {}  # by inode: unlike descriptors, the kernel does not reuse it
         self._ignored: set[int] = set()
         self._taken_bytes: dict[str, int] = {}
@@ -84,6 +85,10 @@ class SocketMeter:
                 if inode not in before and entry.axis == "other":
                     entry.axis = name
 
+    def add_counter(self, axis: str, sent_bytes: Callable[[], int]) -> None:
+        """Gives an axis bytes that are counted elsewhere: of links whose other end is no rank, which come and go."""
+        self._counters.append((axis, sent_bytes))
+
     def resolve_peers(self, group: dist.ProcessGroup | None = None) -> None:
         """Finds every connection's peer rank, once, after the groups are made; collective over all ranks.
 
@@ -106,6 +111,9 @@ class SocketMeter:
         for entry in self._scan().values():
             peers = reading.setdefault(entry.axis, {})
             peers[entry.peer] = peers.get(entry.peer, 0) + entry.sent_bytes
+        for axis, sent_bytes in self._counters:
+            peers = reading.setdefault(axis, {})
+            peers[UNKNOWN_PEER] = peers.get(UNKNOWN_PEER, 0) + sent_bytes()
         return reading
 
     def retransmitted_bytes(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from hf_meshadapt.anchor.schedule import AnchorTraffic
 from hf_meshadapt.config import BoundaryConfig, DataParallelConfig, MeshConfig
 from hf_meshadapt.data_parallel.sizes import Shape
 from hf_meshadapt.link_bytes import GLOO_MESSAGE_BYTES, LinkBytes, all_gather_links, all_reduce_links
@@ -21,6 +22,11 @@ PLAN_AXES = ("pipeline", "tied", "data_parallel", "anchor", "control")
 # each replica sums its token count and whether its tokens are sound.
 GRAD_NORM_BYTES = 24
 TOKEN_COUNT_BYTES = 16
+# What rides along with an anchor: what a stage's link holds, and what replica 0's stages have agreed on.
+FIGURE_BYTES = 8
+NUM_LINK_FIGURES = 6
+NUM_ANCHOR_COUNTS = 2
+ANCHOR_RANK = -1  # in the links of a plan: it is no rank of the mesh
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,14 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class AnchorPlan:
+    """What an anchor sends and gets, and how often: once in `anchor_every` optimizer steps."""
+
+    traffic: AnchorTraffic
+    anchor_every: int
+
+
+@dataclass(frozen=True)
 class BytePlan:
     """Bytes of one optimizer step, over all ranks. Made by `byte_plan`.
 
@@ -74,6 +88,7 @@ class BytePlan:
     accumulation: int
     links: tuple[LinkBytes, ...]
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    anchor: AnchorPlan | None = None
 
     @property
     def tokens(self) -> int:
@@ -105,7 +120,7 @@ class BytePlan:
         return self.axis_bytes(axis) / self.tokens
 
     def dense(self) -> BytePlan:
-        """The same step with nothing coded, the same wire dtype, and gradients all-reduced whole."""
+        """The same step with nothing coded, the same wire dtype, gradients all-reduced whole and no anchor."""
         return byte_plan(
             self.model,
             self.mesh,
@@ -116,7 +131,7 @@ class BytePlan:
         )
 
     def ratio_to_dense(self, axis: str = "total") -> float:
-        """Share of the dense step's bytes that an axis sends; 1 on an axis that sends nothing."""
+        """Bytes of an axis over the dense step's; 1 on an axis on which that sends nothing, as on the anchor's."""
         dense_bytes = self.dense().axis_bytes(axis)
         return self.axis_bytes(axis) / dense_bytes if dense_bytes else 1.0
 
@@ -157,17 +172,20 @@ def byte_plan(
     length: int,
     accumulation: int = 1,
     data_parallel: DataParallelConfig | None = None,
+    anchor: AnchorPlan | None = None,
 ) -> BytePlan:
     """Plans the bytes of one optimizer step; what replicas send every so many steps counts in each with its share.
 
-    The anchor axis is empty until anchors exist. Not counted: what torch sends once per schedule to agree on static
-    shapes (4 bytes each way over every boundary), the sync after a run's last step, and checkpoints.
+    Not counted: what torch sends once per schedule to agree on static
+    shapes (4 bytes each way over every boundary), the sync after a run's last step, checkpoints, and
+    an anchor's first snapshot, which is whole.
 
     Args:
         sequences: rows per replica and accumulation step (microbatches x rows per microbatch).
         length: padded tokens per sequence.
         accumulation: accumulation steps per optimizer step.
         data_parallel: by default the dense all-reduce.
+        anchor: what the anchor circuit adds, spread over the steps of a round; None without one.
 
     Raises:
         ValueError: a count below one, `chunk_parameters` not one per model chunk, or `sync_parts` not one per stage.
@@ -195,9 +213,10 @@ def byte_plan(
         *_pipeline(mesh, boundary_bytes, mesh.microbatches * accumulation),
         *_tied(model, mesh, sync),
         *_data_parallel(model, mesh, sync),
-        *_control(mesh, sync),
+        *_control(mesh, sync, anchored=anchor is not None),
+        *(_anchor(mesh, anchor) if anchor else ()),
     ]
-    return BytePlan(model, mesh, boundary, sequences, length, accumulation, tuple(links), sync)
+    return BytePlan(model, mesh, boundary, sequences, length, accumulation, tuple(links), sync, anchor)
 
 
 def _pipeline_ranks(mesh: MeshConfig, replica: int) -> list[int]:
@@ -249,11 +268,27 @@ def _data_parallel(model: ModelShape, mesh: MeshConfig, sync: DataParallelConfig
             yield from sync_links(ranks, model.sync_parts[stage], sync)
 
 
-def _control(mesh: MeshConfig, sync: DataParallelConfig) -> Iterator[LinkBytes]:
+def _control(mesh: MeshConfig, sync: DataParallelConfig, anchored: bool) -> Iterator[LinkBytes]:
+    norm_bytes = GRAD_NORM_BYTES + FIGURE_BYTES * NUM_LINK_FIGURES * anchored
+    count_bytes = TOKEN_COUNT_BYTES + FIGURE_BYTES * NUM_ANCHOR_COUNTS * anchored
     for replica in range(mesh.replicas):
-        yield from all_gather_links("control", _pipeline_ranks(mesh, replica), GRAD_NORM_BYTES)
+        yield from all_gather_links("control", _pipeline_ranks(mesh, replica), norm_bytes)
     for stage in range(mesh.stages):
         ranks = _data_parallel_ranks(mesh, stage)
-        yield from all_reduce_links("control", ranks, TOKEN_COUNT_BYTES)
+        yield from all_reduce_links("control", ranks, count_bytes)
         if sync.steps_apart:  # whose norms differ, and are averaged for the logs
             yield from all_reduce_links("control", ranks, GRAD_NORM_BYTES)
+
+
+def _anchor(mesh: MeshConfig, plan: AnchorPlan) -> Iterator[LinkBytes]:
+    """Snapshots from replica 0 to the anchor, priors back to it, and from it to the other replicas.
+
+    The links between the circuits have frames of their own, less than 0.1%, which are not counted.
+    """
+    for stage in range(mesh.stages):
+        snapshot_bytes = plan.traffic.snapshot_bytes[stage] / plan.anchor_every
+        prior_bytes = plan.traffic.prior_bytes[stage] / plan.anchor_every
+        yield LinkBytes("anchor", stage, ANCHOR_RANK, snapshot_bytes, 0)
+        yield LinkBytes("anchor", ANCHOR_RANK, stage, prior_bytes, 0)
+        for rank in _data_parallel_ranks(mesh, stage)[1:]:
+            yield LinkBytes("anchor", stage, rank, prior_bytes, 0)

@@ -10,6 +10,7 @@ _POSTFIX = {
     "tokens_per_second": "{:,.0f} tok/s",
     "bytes_per_token": "{:,.0f} B/tok",
     "wait_share": "wait {:.0%}",
+    "prior_age_steps": "prior {:.0f} steps old",
 }
 
 

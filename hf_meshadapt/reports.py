@@ -14,7 +14,7 @@ def mesh_report(logged: dict[str, float], plan) -> dict:
         "wait_share": logged.get("wait_share"),
         "bytes_per_token": measured,
         "planned_bytes_per_token": {axis: plan.bytes_per_token(axis) for axis in (*axes, "total")},
-        "bytes_ratio_to_dense": {axis: plan.ratio_to_dense(axis) for axis in (*axes, "total")},
+        "bytes_ratio_to_dense": {axis: plan.ratio_to_dense(axis) for axis in (*axes, "total") if axis != "anchor"},
     }
 
 

@@ -24,6 +24,7 @@ from transformers.trainer_utils import (
 )
 
 from . import mesh_checkpoint
+from .anchoring.choice import make_anchoring
 from .arguments import MeshAdaptArguments
 from .batches import (
     agreed_num_items,
@@ -89,10 +90,10 @@ class MeshAdaptMixin(HubMixin):
         check_adapters(model, peft_config)
         mesh = args.mesh_config()
         rank, launch = (0, None) if mesh.emulated else (args.process_index, launch_fingerprint(args.to_dict(), named))
-        self.engine = MeshEngine(mesh, args.boundary_config(), rank, args.data_parallel_config(), launch)
-        # State of an optimizer that the caller brings is not known here.
+        self.engine = MeshEngine(mesh, args.boundary_config(), rank, args.data_parallel_config(), launch, args.anchor)
+        # State of an optimizer that the caller brings is not known here, and the anchor circuit has none.
         own_optimizer = named.get("optimizer_cls_and_kwargs") or any(named.get("optimizers") or ())
-        optimizer = "" if own_optimizer else args.optim
+        optimizer = "" if own_optimizer or args.runs_anchor else args.optim
         model = self.engine.take_model(model, args.model_dtype, args.device, optimizer, peft_config, args.seed)
         args._n_gpu = min(1, args.n_gpu)  # never DataParallel over the local GPUs
         super().__init__(model=model, args=args, **named)
@@ -100,6 +101,7 @@ class MeshAdaptMixin(HubMixin):
         refuse_raw_data(self)
         self.engine.build(args.device, self.accelerator.autocast, loss_function(self))
         refuse_optimizer(self)
+        self.anchoring = make_anchoring(self)
         self._evaluated: tuple[str, int] | None = None  # prefix and batches of the last one, until timed
         self._undo_step_hook: Callable[[], None] = lambda: None
         self._accumulation = 0
@@ -142,7 +144,9 @@ class MeshAdaptMixin(HubMixin):
         if batches and self.accelerator.gradient_state.end_of_dataloader:
             # Not of the loader in use: on a resume it skips batches and does not know its size.
             batches[-1] = without_repeats(batches[-1], self.callback_handler.train_dataloader, self.engine)
-        return batches, agreed_num_items(batches, self._count_labels, self.engine, self.state.global_step)
+        return batches, agreed_num_items(
+            batches, self._count_labels, self.engine, self.anchoring, self.state.global_step
+        )
 
     def _get_num_items_in_batch(self, batch_samples, device):
         return None  # counted in get_batch_samples, over replicas instead of WORLD
@@ -167,7 +171,9 @@ class MeshAdaptMixin(HubMixin):
         if self._starts_anew and self.state.global_step:
             raise NotImplementedError("train() again with model_init: stages are not built anew. Make another trainer")
         # Trainer's own exchanges over all ranks do not say whom they waited for.
-        with self.engine.naming("Trainer's exchange with"):
+        with self.engine.naming("Trainer's exchange with"), self.anchoring.running():
+            if self.args.runs_anchor:
+                return self.anchoring.serve()
             if resume_from_checkpoint is True:
                 folder = mesh_checkpoint.newest_common(self.engine, Path(self.args.output_dir))
                 if folder is None:
@@ -196,10 +202,11 @@ class MeshAdaptMixin(HubMixin):
         self._undo_step_hook()  # of an earlier train()
         # The step's last moment: everything before it is part of the step that the meter times.
         in_turn = self.engine.replication.local.step_in_turn
-        self._undo_step_hook = in_turn(self.optimizer.optimizer, after=self.engine.end_step)
+        self._undo_step_hook = in_turn(self.optimizer.optimizer, after=self._end_step)
         self._accumulation = 0
         if self.engine.needs_calibration:
             self._calibrate(train_dataloader)
+        self.anchoring.start(train_dataloader)
         self.engine.ledger.start_run()
         return prepared
 
@@ -238,6 +245,7 @@ class MeshAdaptMixin(HubMixin):
             if self._calibration_is_due():
                 self._calibrate(self.callback_handler.train_dataloader)
             meter.start_step()
+            self.anchoring.begin_step(self.state.global_step)
         sync = self.accelerator.sync_gradients
         rows = self._rows(training=True)
         if callable(getattr(self.optimizer, "train", None)):
@@ -265,11 +273,19 @@ class MeshAdaptMixin(HubMixin):
     def _get_grad_norm(self, model, grad_norm=None):
         return self.engine.gradient_norm() if grad_norm is None else grad_norm
 
+    def create_optimizer(self, *args, **kwargs):
+        self.optimizer = self.anchoring.corrected(super().create_optimizer(*args, **kwargs))
+        return self.optimizer
+
     def _finalize_training(self, *args):
         # Trainer adds what was not logged yet, on each rank its own; only last stages have any.
         (total,) = self.engine.sum_over_ranks([self._tr_loss.item()])
         self._tr_loss.fill_(total / self.args.world_size)
         return super()._finalize_training(*args)
+
+    def _end_step(self) -> None:
+        self.anchoring.end_step()
+        self.engine.end_step()
 
     def hyperparameter_search(self, *args, **kwargs):
         raise NotImplementedError(
@@ -277,6 +293,10 @@ class MeshAdaptMixin(HubMixin):
         )
 
     # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """As Trainer's; call it on all ranks. The anchor circuit evaluates nothing and returns no metrics."""
+        return {} if self.args.runs_anchor else super().evaluate(*args, **kwargs)
 
     @torch.no_grad()
     def evaluation_loop(
@@ -307,6 +327,8 @@ class MeshAdaptMixin(HubMixin):
         set, in order. Without it every last stage returns those of its own replica's rows: logits do not travel. On the
         other ranks `predictions` and `label_ids` are None. In the emulated mesh the one process returns everything.
         """
+        if self.args.runs_anchor:
+            raise NotImplementedError("predict() in the anchor circuit: its weights are copies. Use the fast circuit")
         output = super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
         self._agree_on_speed(output.metrics)
         return output
@@ -321,18 +343,21 @@ class MeshAdaptMixin(HubMixin):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs.update(self.engine.take_logs())
+            logs.update(self.engine.take_logs() | self.anchoring.logs())
         self._agree_on_speed(logs)
         super().log(logs, start_time)
 
     def mesh_report(self) -> dict:
         """Speed and bytes of the run so far (whole log intervals) beside the plan: `tokens_per_second`, and by axis and
         in `total` `bytes_per_token` (as the sockets sent), `planned_bytes_per_token` and `bytes_ratio_to_dense` (as
-        planned). Apart from these, `calibration`: passes, tokens, seconds and bytes, None where there was none; and
-        `boundary_budgets`: by boundary, None where boundary_budget is that of all.
+        planned). Apart from these, `calibration`: passes, tokens, seconds and bytes, None where there was none;
+        `boundary_budgets`: by boundary, None where boundary_budget is that of all; and `anchor`: snapshots, priors,
+        steps that a prior corrected and their bytes, None without an anchor.
 
         Planned figures count padding as tokens; they are of the last batch's shape. Collective: call it on all ranks.
         """
+        if self.args.runs_anchor:
+            return {}
         if not self._batch_length:
             raise ValueError("mesh_report() before any training step: there is nothing to report yet")
         rows, accumulation = self._rows(training=True), self.args.gradient_accumulation_steps
@@ -340,18 +365,25 @@ class MeshAdaptMixin(HubMixin):
         return mesh_report(self.engine.ledger.run.logs(), plan) | {
             "calibration": self.engine.calibration_cost,
             "boundary_budgets": self.engine.boundary.budgets,
+            "anchor": self.anchoring.report(),
         }
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes one ordinary Hugging Face checkpoint; call it on all ranks."""
+        """Writes one ordinary Hugging Face checkpoint; call it on all ranks. The anchor circuit writes nothing."""
+        if self.args.runs_anchor:
+            return
         folder = Path(output_dir or self.args.output_dir)
         with self.engine.naming("saving together with"):
             self._take_report()
             mesh_checkpoint.save_model(self.engine, folder, self._save_extras, self.args.save_on_each_node)
         if self.args.push_to_hub and not _internal_call:
             self._push_saved(folder)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this process writes and prints for all; none of the anchor circuit does."""
+        return super().is_world_process_zero() and not self.args.runs_anchor
 
     def _save_extras(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -385,6 +417,7 @@ class MeshAdaptMixin(HubMixin):
                 write_extras=write_extras,
                 optimizer=None if self.args.save_only_model else self.optimizer.optimizer,
                 scheduler_state=self.lr_scheduler.state_dict(),
+                write_further=self.anchoring.save,
                 keep_local=self.args.save_on_each_node,
             )
         if self.args.push_to_hub:
@@ -400,6 +433,7 @@ class MeshAdaptMixin(HubMixin):
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
         if checkpoint is not None:
             mesh_checkpoint.load_state(self.engine, Path(checkpoint), self.optimizer.optimizer, self.lr_scheduler)
+            self.anchoring.load(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint) -> None:
         if checkpoint is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +43,8 @@ class AnchorCircuit:
         gradients: (weights, batch) to the gradients of that batch's loss by parameter name. Weights are float32 views
             of the anchor's copy, which it must not write to.
         batches: the anchor's own data, without an end.
-        compress: gradients by name to the tensors of a prior, under names that the fast circuit's end understands.
+        compress: gradients by name to the tensors of a prior, under names that the fast circuit's end understands. A
+            prior says the norm of all gradients together too, as `gradient_norm`.
         anchor_batches: passes per snapshot, whose gradients are averaged.
         flush_seconds: deadline of a prior's way to its stage.
         num_batches: that earlier runs took from the data; `batches` begins after them.
@@ -112,10 +114,11 @@ class AnchorCircuit:
     def _answer(self, version: int, stages: dict[int, Tensors]) -> None:
         whole = {name: tensor for weights in stages.values() for name, tensor in weights.items()}
         gradients = self._mean_gradients(whole)
-        broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+        broken = not_finite(gradients)
         if broken:
             logger.warning("no prior of step %d: gradients are not finite: %s", version, ", ".join(broken[:3]))
             return
+        fields = {"version": version, "num_batches": self.num_batches, "gradient_norm": norm(gradients)}
         self._link.flush(self._flush_seconds)
         if self._link.done:
             return
@@ -124,7 +127,7 @@ class AnchorCircuit:
             if missing:
                 raise ValueError(f"the anchor's gradients lack {', '.join(missing[:3])}, which stage {stage} trains")
             tensors = self._compress({name: gradients[name] for name in weights})
-            if not self._link.send(stage, {"version": version, "num_batches": self.num_batches}, tensors):
+            if not self._link.send(stage, fields, tensors):
                 logger.warning("stage %d is not connected: it gets no prior of step %d", stage, version)
         self.num_priors += 1
 
@@ -146,13 +149,31 @@ class AnchorCircuit:
         return weights
 
     def _mean_gradients(self, weights: Tensors) -> Tensors:
-        total: Tensors = {}
-        for _ in range(self._anchor_batches):
-            batch = next(self._batches, None)
-            if batch is None:
-                raise ValueError(f"the anchor's data ended after {self.num_batches} batches: repeat it without an end")
-            self.num_batches += 1
-            for name, gradient in self._gradients(weights, batch).items():
-                share = gradient.detach().float() / self._anchor_batches
-                total[name] = total[name] + share if name in total else share
-        return total
+        return mean_gradients((self._pass(weights) for _ in range(self._anchor_batches)), self._anchor_batches)
+
+    def _pass(self, weights: Tensors) -> Tensors:
+        batch = next(self._batches, None)
+        if batch is None:
+            raise ValueError(f"the anchor's data ended after {self.num_batches} batches: repeat it without an end")
+        self.num_batches += 1
+        return self._gradients(weights, batch)
+
+
+def mean_gradients(passes: Iterable[Tensors], num_passes: int) -> Tensors:
+    """Mean of so many passes' gradients by name, float32."""
+    total: Tensors = {}
+    for gradients in passes:
+        for name, gradient in gradients.items():
+            share = gradient.detach().float() / num_passes
+            total[name] = total[name] + share if name in total else share
+    return total
+
+
+def not_finite(gradients: Tensors) -> list[str]:
+    """Names of gradients that are not finite throughout."""
+    return [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+
+
+def norm(gradients: Tensors) -> float:
+    """Norm over all gradients, whatever their order."""
+    return math.sqrt(math.fsum(float(gradient.norm()) ** 2 for gradient in gradients.values()))

@@ -41,6 +41,7 @@ class Pump:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._closing = threading.Event()
+        self._says_done = True
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # What a subclass says.
@@ -92,8 +93,13 @@ class Pump:
         self._newcomers.append((key, sock))
         self.wake()
 
-    def close(self, timeout_seconds: float) -> None:
-        """Ends the thread: says `done` to the peers and waits until it is sent, so long at most."""
+    def close(self, timeout_seconds: float, done: bool = True) -> None:
+        """Ends the thread: says `done` to the peers and waits until it is sent, so long at most.
+
+        Args:
+            done: False breaks off without a word, so that peers wait for a new attempt of this end.
+        """
+        self._says_done = done
         self._closing.set()
         self.wake()
         if self._thread.is_alive():
@@ -111,7 +117,8 @@ class Pump:
         try:
             while not self._closing.is_set():
                 self._turn()
-            self._say_done()
+            if self._says_done:
+                self._say_done()
         except BaseException as error:
             self.failure = self.failure or error
             logger.exception("%s ended by an error", self.name)  # the training loop asks for no anchor and goes on

@@ -64,6 +64,10 @@ class Layout:
             start = end
         return tensors
 
+    def state_tensors(self, version: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`SnapshotEncoder.state_tensors` of one that sends the whole vector, out of its reference by name."""
+        return {"reference": self.pack(tensors), "version": torch.tensor(version)}
+
     def slice_range(self, index: int, num_slices: int) -> range:
         """Blocks of one slice; slices differ by one block at most and make up the whole."""
         return range(self.num_blocks * index // num_slices, self.num_blocks * (index + 1) // num_slices)

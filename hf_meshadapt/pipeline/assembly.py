@@ -86,6 +86,11 @@ class ModelParts:
         names = [name for stage in self.stages.values() for name in stage.owned_names]
         return [(name, parameter) for name in names if (parameter := self._parameter(name)).requires_grad]
 
+    def stored_trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """`named_trainable` under the names that a checkpoint has for them: both copies of a tied matrix have one."""
+        copies = self.stored_name_of_copy()
+        return [(copies.get(name, name), parameter) for name, parameter in self.named_trainable()]
+
     def num_parameters(self) -> int:
         """Parameters that no other stage counts, embeddings left out, as `PreTrainedModel.num_parameters` leaves them."""
         embeddings = {f"{name}.weight" for name, part in self.model.named_modules() if isinstance(part, nn.Embedding)}

@@ -59,6 +59,19 @@ class SequentialRunner(Runner):
             total += self._forward(microbatch)
         return total
 
+    def backward_uncoded(self, batch: Batch, rows: int, num_items: torch.Tensor) -> None:
+        """One replica's batch, uncoded and without dropout; adds the gradient of its loss to `.grad`.
+
+        Without dropout, since the pass shall see what is there and draw none of the training passes' random numbers.
+
+        Args:
+            num_items: what the summed token loss is divided by, scalar.
+        """
+        self._set_mode(training=False)
+        inputs = {"input_ids": batch["input_ids"], **self._model_inputs(batch)}
+        for microbatch in split_rows(inputs, largest_divisor(rows, self.mesh.microbatches)):
+            self._forward(microbatch | {"num_items": num_items}).backward()
+
     def _observe(self, batch, rows):
         for microbatch in self._uncoded(batch, rows):
             self._forward(microbatch).backward()

@@ -18,14 +18,20 @@ class GradientCompressor:
         config: of the correction, the same as on the fast side.
         embeddings: see `config.kind_of`.
         dtype: of what is sent.
+        warm: start so; without it, what is sent depends on nothing but the gradients, at the cost of more iterations.
     """
 
     def __init__(
-        self, config: SpectralConfig, embeddings: Collection[str] = (), dtype: torch.dtype = torch.bfloat16
+        self,
+        config: SpectralConfig,
+        embeddings: Collection[str] = (),
+        dtype: torch.dtype = torch.bfloat16,
+        warm: bool = True,
     ) -> None:
         self.config = config
         self.embeddings = frozenset(embeddings)
         self.dtype = dtype
+        self.warm = warm
         self.warm_starts: dict[str, Factors] = {}
 
     @torch.no_grad()
@@ -36,7 +42,10 @@ class GradientCompressor:
             rank = prior_rank(self.config, name, tuple(gradient.shape), self.embeddings)
             if rank is None:
                 continue
+            value = gradient
             if rank:
-                self.warm_starts[name] = compress(gradient, rank, name, self.warm_starts.get(name))
-            sent[name] = (self.warm_starts[name] if rank else gradient).to(self.dtype)
+                value = compress(gradient, rank, name, self.warm_starts.get(name))
+                if self.warm:
+                    self.warm_starts[name] = value
+            sent[name] = value.to(self.dtype)
         return sent

@@ -101,7 +101,7 @@ class Priors:
             )
         if clip_coefficient != 1.0 and not self.config.adds_prior:
             raise ValueError(f"clip_coefficient={clip_coefficient} has no effect with rule={self.config.rule!r}")
-        self._check(gradients, version)
+        self.check(gradients, version)
         self.finish()
         taken = {name: gradients[name].to(self._devices[name], torch.float32, copy=True) for name in self.held}
         if clip_coefficient != 1.0:
@@ -111,7 +111,8 @@ class Priors:
             }
         self._arrival = Arrival(taken, version, step, {})
 
-    def _check(self, gradients: Mapping[str, Factors | Tensor], version: int) -> None:
+    def check(self, gradients: Mapping[str, Factors | Tensor], version: int) -> None:
+        """Raises ValueError for gradients that `receive` would not take, but for old versions."""
         if set(gradients) != set(self.held):
             missing, foreign = sorted(set(self.held) - set(gradients)), sorted(set(gradients) - set(self.held))
             raise ValueError(

@@ -21,7 +21,7 @@ class ListLink:
 
     def __init__(self, sources: list[tuple[int, int]], messages: list[Message], newer_waits=()):
         self.sources = tuple(Source(stage, index, "", 0) for stage, index in sources)
-        self.messages, self.sent, self.flushed = list(messages), [], 0
+        self.messages, self.sent, self.norms, self.flushed = list(messages), [], [], 0
         self._newer_waits = list(newer_waits)
         self.done = False
 
@@ -34,6 +34,7 @@ class ListLink:
         return self.messages.pop(0) if self.messages else None
 
     def send(self, stage, fields, tensors):
+        self.norms.append(fields["gradient_norm"])
         self.sent.append((stage, fields["version"], fields["num_batches"], tensors))
         return True
 
@@ -66,6 +67,14 @@ def test_a_pass_runs_when_all_stages_hold_one_version():
         assert tensors.keys() == weights(version, stage).keys()
         expected = double(weights(version, stage), num_batches)
         torch.testing.assert_close(tensors[f"layers.{stage}"], expected[f"layers.{stage}"], atol=0.5, rtol=0)
+
+
+def test_a_prior_says_the_norm_of_the_whole_gradient():
+    link = ListLink([(0, 0), (1, 0)], snapshots([(0, 3), (1, 3)]))
+    run(link, batches=itertools.repeat(1))
+    parts = {**weights(3, 0), **weights(3, 1)}  # the matrix that both stages hold once
+    norm = float(torch.cat([2 * tensor for tensor in parts.values()]).norm())
+    assert link.norms == [pytest.approx(norm, rel=1e-6)] * 2
 
 
 def test_gradients_of_several_batches_are_averaged():

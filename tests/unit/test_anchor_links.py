@@ -215,3 +215,25 @@ def test_an_error_in_the_thread_is_told_and_ends_nothing_else(caplog):
         assert not link.offer(1, {}) and link.poll() is None and not link.ready
         assert "the anchor link of stage 0 ended by an error" in caplog.text
         link.close(5.0)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_only_an_end_that_is_done_says_so(done):
+    listener = listen("127.0.0.1", 0)
+    source = Source(0, 0, *listener.getsockname())
+    link = FastLink(listener, source, (source,), b"secret", SnapshotEncoder(0), LinkOptions(handshake_seconds=2.0))
+    link.start()
+    near, far = socket.socketpair()
+    with near, far:
+        link.hand_over(ANCHOR, near)
+        far.settimeout(20.0)
+        data = far.recv(65536)
+        assert b'"welcome"' in data
+        closing = threading.Thread(target=link.close, args=(20.0, done))
+        closing.start()
+        while part := far.recv(65536):
+            data += part
+        assert (b'"done"' in data) == done
+        far.shutdown(socket.SHUT_RDWR)
+        closing.join(20.0)
+    assert not closing.is_alive()

@@ -223,3 +223,12 @@ def test_progress_bar_shows_the_latest_figures_on_rank_0_only():
     callback.on_log(None, state, None, logs={"eval_loss": 2.0, "loss": 1.0})
     assert bar.postfix == "loss 1, 12,346 tok/s, 408 B/tok, wait 31%"
     assert len(bar.lines) == 2
+
+
+def test_bytes_that_are_counted_elsewhere_belong_to_their_axis():
+    meter, counts = SocketMeter(), [100]
+    meter.add_counter("anchor", lambda: counts[0])
+    assert meter.take_axis_bytes()["anchor"] == 100
+    counts[0] = 130
+    assert meter.read()["anchor"] == {UNKNOWN_PEER: 130}
+    assert meter.take_axis_bytes()["anchor"] == 30

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_meshadapt.anchor.schedule import AnchorTraffic
 from hf_meshadapt.config import BoundaryConfig, MeshConfig
-from hf_meshadapt.planner import GLOO_MESSAGE_BYTES, PLAN_AXES, ModelShape, all_reduce_links, byte_plan
+from hf_meshadapt.planner import (
+    ANCHOR_RANK,
+    GLOO_MESSAGE_BYTES,
+    PLAN_AXES,
+    AnchorPlan,
+    ModelShape,
+    all_reduce_links,
+    byte_plan,
+)
 
 M95 = BoundaryConfig("random_mask", mask_ratio=0.95, wire_dtype="bfloat16")
 
@@ -44,6 +53,24 @@ def test_pipeline_bytes_by_boundary_and_direction():
     ]
     # 2 microbatches x 5 accumulation steps x 2 directions x 2 replicas.
     assert plan.framing_bytes("pipeline") == 40 * GLOO_MESSAGE_BYTES
+
+
+def test_an_anchor_adds_its_snapshots_and_priors_spread_over_a_round():
+    mesh, sizes = MeshConfig(stages=2, replicas=2), dict(sequences=4, length=3)
+    anchor = AnchorPlan(AnchorTraffic(snapshot_bytes=(1000, 2000), prior_bytes=(100, 300)), anchor_every=10)
+    plan, without = (byte_plan(model_of(2), mesh, BoundaryConfig(), **sizes, anchor=one) for one in (anchor, None))
+    assert [(link.from_rank, link.to_rank, link.bytes) for link in plan.links if link.axis == "anchor"] == [
+        (0, ANCHOR_RANK, 100),
+        (ANCHOR_RANK, 0, 10),
+        (0, 2, 10),
+        (1, ANCHOR_RANK, 200),
+        (ANCHOR_RANK, 1, 30),
+        (1, 3, 30),
+    ]
+    # Six figures of each of four ranks to another, and two counts, all-reduced over two replicas of two stages.
+    assert plan.axis_bytes("control") - without.axis_bytes("control") == 4 * 6 * 8 + 2 * 2 * 2 * 8
+    assert plan.dense() == without.dense() and without.axis_bytes("anchor") == 0
+    assert plan.total_bytes - without.total_bytes == 380 + 256
 
 
 def test_an_exact_first_token_travels_whole():

@@ -65,3 +65,14 @@ def test_boundary_quality_means_follow_from_the_runs():
         if gaps:
             assert row["gap_closed_mean"] == pytest.approx(sum(gaps) / len(gaps))
         assert row["bytes_per_token"]["pipeline"] == row["runs"][0]["planned_bytes_per_token"]["pipeline"]
+
+
+def test_quality_anchor_means_follow_from_the_runs():
+    path = RESULTS / "quality_anchor.json"
+    if not path.exists():
+        pytest.skip("the study has not been run")
+    for row in json.loads(path.read_text())["rows"]:
+        losses = [run["loss"] for run in row["runs"]]
+        assert row["loss_mean"] == pytest.approx(sum(losses) / len(losses))
+        assert row["seeds"] == [run["seed"] for run in row["runs"]]
+        assert (row["anchor_every"] is None) == (row["rule"] == "none") == ("anchor" not in row["bytes_per_token"])

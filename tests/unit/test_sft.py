@@ -228,3 +228,10 @@ def test_padding_to_a_multiple(build):
         trainer = build(case, pad_to_multiple_of=32)
         lengths = {batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()}
         assert lengths == {32}
+
+
+def test_an_anchor_reads_packed_rows(tmp_path):
+    options = dict(anchor=True, anchor_every=1, prior_rank=4, eval_strategy="no", gradient_accumulation_steps=1)
+    trainer = mesh_trainer("bfd", str(tmp_path), **options)
+    trainer.train()
+    assert trainer.mesh_report()["anchor"]["num_live_steps"] == 2

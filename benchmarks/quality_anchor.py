@@ -1,0 +1,178 @@
+"""Held-out loss with anchor priors and without: what a correction adds to each kind of boundary, in the emulated mesh.
+
+Paired runs as in `benchmarks.boundary_quality`, whose models, corpora and configurations these are: the same start, the
+same problems in the same order, equally many of the fast circuit's tokens. `anchor_only` is the control: a correction is
+a gain only where it beats that, at the same K, and its boundary alone.
+
+Every configuration trains at the learning rate of its family, the best one on one seed; run the part `learning_rate`
+first, else it is 1e-4. Rows already in the results file are kept, so that the study can be run in pieces:
+`python -m benchmarks.quality_anchor --part learning_rate headline --minutes 100`.
+
+Gap closed is (loss before - loss) / (loss before - dense loss), against the dense run of the same seed at its best rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from statistics import mean
+
+from . import boundary_quality as boundaries
+from .common import RESULTS, write_result
+
+NAME = "quality_anchor"
+EVERY = 10
+RATE = 1e-4
+SEEDS = (0, 1, 2)
+MASK95 = {"preset": "paper", "exact_first_token": True, "boundary_predictor": "mean"}
+ANCHOR = {"anchor": True, "anchor_every": EVERY}
+DIAGONAL = {"correction_rule": "diagonal", "correction_tau": 0.1, "correction_tau_relative": True}
+
+# Trainer arguments by configuration.
+CONFIGURATIONS: dict[str, dict] = {
+    "dense": {"preset": "dense"},
+    "mask95_zero": {"preset": "paper"},
+    "mask95_mean": MASK95,
+    "mask95_mean_diagonal": {**MASK95, **ANCHOR, **DIAGONAL},
+    "mask95_mean_blend": {**MASK95, **ANCHOR, "correction_rule": "blend"},
+    "anchor_only": {**MASK95, **ANCHOR, "correction_rule": "anchor_only"},
+    "transform": {"preset": "anchored"},
+    "transform_diagonal": {"preset": "anchored", **ANCHOR},
+    "paper": {"preset": "paper", **ANCHOR},
+    # Other rules and intervals, masks of 90%, and every baseline codec with the correction.
+    "mask95_mean_two_sided": {**MASK95, **ANCHOR},
+    "mask95_mean_diagonal_k5": {**MASK95, **ANCHOR, **DIAGONAL, "anchor_every": 5},
+    "mask95_mean_blend_k5": {**MASK95, **ANCHOR, "correction_rule": "blend", "anchor_every": 5},
+    "anchor_only_k5": {**MASK95, **ANCHOR, "correction_rule": "anchor_only", "anchor_every": 5},
+    "mask90_mean_diagonal": {**MASK95, **ANCHOR, **DIAGONAL, "mask_ratio": 0.9},
+    **{
+        f"{name}_diagonal": {**boundaries.CONFIGURATIONS[name], **ANCHOR}
+        for name in boundaries.BASELINES
+        if not name.startswith("mask")
+    },
+}
+HEADLINE = (
+    "dense", "mask95_zero", "mask95_mean", "mask95_mean_diagonal", "mask95_mean_blend", "anchor_only", "transform",
+    "transform_diagonal", "paper",
+)  # fmt: skip
+BEST = ("dense", "mask95_mean_diagonal", "mask95_mean_blend", "anchor_only", "transform_diagonal")
+REST = [name for name in CONFIGURATIONS if name not in HEADLINE]
+# A direction that stays the same for K steps diverges at a rate that single steps bear, and few steps bear a larger one.
+RATES = {"blend": (2e-5, 5e-5, RATE), "anchor_only": (RATE, 2e-4, 5e-4)}
+# (configuration, stages, learning rate or None for the best found, seed, corpus) by part.
+Row = tuple[str, int, float | None, int, str]
+STUDY: dict[str, list[Row]] = {
+    "learning_rate": [
+        (name, 4, rate, 0, "gsm8k")
+        for name in HEADLINE
+        for rate in RATES.get(name.removeprefix("mask95_mean_"), (5e-5, RATE, 2e-4))
+    ],
+    "headline": [(name, 4, None, seed, "gsm8k") for seed in SEEDS for name in HEADLINE],
+    "deep": [(name, 8, None, seed, "gsm8k") for seed in SEEDS for name in BEST],
+    "second_corpus": [(name, 4, None, seed, "kjv") for seed in SEEDS for name in BEST],
+    "rest": [(name, 4, None, 0, "gsm8k") for name in REST],
+}
+
+
+def best_rate(runs: list[dict], name: str) -> float:
+    """The learning rate with the least loss on one seed; of a configuration without such runs its family's."""
+    losses = {
+        run["learning_rate"]: run["loss"]
+        for run in runs
+        if (run["configuration"], run["stages"], run["seed"], run["corpus"]) == (name, 4, 0, "gsm8k")
+    }
+    if losses:
+        return min(losses, key=losses.get)
+    shorter = name.rpartition("_")[0]
+    return best_rate(runs, shorter) if shorter else RATE
+
+
+def summarise(runs: list[dict]) -> list[dict]:
+    """Means over seeds, one row per configuration, stages, corpus and learning rate."""
+    rate = best_rate(runs, "dense")
+    dense = {
+        (run["seed"], run["corpus"]): run["loss"]
+        for run in runs
+        if run["configuration"] == "dense" and run["learning_rate"] == rate
+    }
+    groups: dict[tuple, list[dict]] = {}
+    for run in runs:
+        groups.setdefault((run["configuration"], run["stages"], run["corpus"], run["learning_rate"]), []).append(run)
+    return [summary(members, dense) for members in groups.values()]
+
+
+def summary(members: list[dict], dense: dict[tuple[int, str], float]) -> dict:
+    """One row out of the runs of its seeds.
+
+    Args:
+        dense: loss of the dense run by seed and corpus.
+    """
+    first, losses = members[0], [run["loss"] for run in members]
+    pairs = [(run, dense.get((run["seed"], run["corpus"]))) for run in members]
+    gaps = [
+        (run["loss_before"] - run["loss"]) / (run["loss_before"] - loss) for run, loss in pairs if loss is not None
+    ]
+    return {
+        "method": first["configuration"], "rule": first["rule"], "stages": first["stages"],
+        "anchor_every": first["anchor_every"], "corpus": first["corpus"], "learning_rate": first["learning_rate"],
+        "seeds": [run["seed"] for run in members], "loss_mean": mean(losses), "loss_std": boundaries.spread(losses),
+        "gap_closed_mean": mean(gaps) if gaps else None,
+        "gap_closed_se": boundaries.spread(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None,
+        "bytes_per_token": first["planned_bytes_per_token"], "runs": members,
+    }  # fmt: skip
+
+
+def run(name: str, stages: int, rate: float, seed: int, corpus: str, data, before: float | None, steps: int) -> dict:
+    """One training run; returns its raw row."""
+    options = dict(CONFIGURATIONS[name])
+    every = options.get("anchor_every") if options.get("anchor") else None
+    row = boundaries.run(name, stages, rate, seed, corpus, data, before, steps, **options)
+    return row | {"rule": rule_of(options), "anchor_every": every}
+
+
+def rule_of(options: dict) -> str:
+    """The rule of a configuration by its arguments."""
+    if not options.get("anchor"):
+        return "none"
+    return options.get("correction_rule", "two_sided" if options.get("preset") == "paper" else "diagonal")
+
+
+def key_of(run: dict) -> Row:
+    return tuple(run[name] for name in ("configuration", "stages", "learning_rate", "seed", "corpus"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", nargs="+", choices=list(STUDY), default=["headline"])
+    parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), help="only these configurations")
+    parser.add_argument("--minutes", type=float, default=100.0, help="start no further run after so long")
+    parser.add_argument("--steps", type=int, default=boundaries.STEPS, help="optimizer steps of a run")
+    parser.add_argument("--model", type=Path, default=boundaries.MODEL, help="folder of another model")
+    parser.add_argument("--name", default=NAME, help="of the results file")
+    options = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    boundaries.MODEL = options.model
+    path = RESULTS / f"{options.name}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    runs = [run for row in rows for run in row["runs"] if run["steps"] == options.steps]
+    before = {run["corpus"]: run["loss_before"] for run in runs}
+    data, deadline = {}, time.monotonic() + 60 * options.minutes
+    for name, stages, rate, seed, corpus in (row for part in options.part for row in STUDY[part]):
+        rate = best_rate(runs, name) if rate is None else rate
+        wanted = options.only is None or name in options.only
+        if not wanted or (name, stages, rate, seed, corpus) in map(key_of, runs) or time.monotonic() > deadline:
+            continue
+        if corpus not in data:
+            data[corpus] = boundaries.load_data(corpus)
+        runs.append(run(name, stages, rate, seed, corpus, data[corpus], before.get(corpus), options.steps))
+        before[corpus] = runs[-1]["loss_before"]
+        shown = ("configuration", "stages", "learning_rate", "seed", "corpus", "loss", "seconds")
+        print(json.dumps({key: runs[-1][key] for key in shown}), flush=True)
+        write_result(options.name, summarise(runs), seeds=sorted({run["seed"] for run in runs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""The arguments of the anchor circuit and of the correction: a mixin of `MeshAdaptArguments`.
+
+Fields stay as they were given; `anchor_config` and `spectral_config` say what follows from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .anchor.blockwise import CODE_BITS
+from .anchor.config import CIRCUITS, AnchorConfig, read_endpoint
+from .presets import user_error
+from .spectral.config import FILTER_RULES, RULES, SpectralConfig
+
+# A prior must be in use before the next one comes.
+REFRESH_STEPS = 4
+# Argument to field of `SpectralConfig`.
+SPECTRAL_FIELDS = {
+    "correction_rule": "rule",
+    "correction_alpha": "alpha",
+    "correction_tau": "tau",
+    "correction_tau_relative": "tau_relative",
+    "correction_blend_weight": "blend_weight",
+    "prior_rank": "matrix_rank",
+    "prior_ema_beta": "ema_beta",
+    "max_staleness_steps": "max_staleness",
+    "ramp_steps": "ramp_steps",
+}
+ANCHOR_FIELDS = ("anchor_every", "anchor_batches", "anchor_seed", "anchor_snapshot_bits")
+LINK_FIELDS = ("anchor_deterministic", "anchor_rate_bits_per_second", "fast_endpoint")
+# The source's constants, under our reading of its form (docs/spectral.md).
+PAPER_FILTER = {"tau": 1e-3, "tau_relative": False, "alpha": 0.3}
+
+
+@dataclass
+class AnchorArguments:
+    anchor: bool = field(
+        default=False,
+        metadata={
+            "help": "Correct gradients by anchor priors: every anchor_every steps a second circuit takes a snapshot of "
+            "the weights, runs uncoded passes over data of its own and returns gradients, by which the coming steps' "
+            "are filtered. Under a launcher the anchor is a launch of its own (circuit=anchor, fast_endpoint); a "
+            "single process runs it too, with the same staleness. preset=paper filters by the paper's constants, every "
+            "other preset by its own."
+        },
+    )
+    circuit: str = field(
+        default="fast",
+        metadata={
+            "help": "Which circuit this launch is: `fast` trains, `anchor` (one process with the whole model) serves the "
+            "fast circuit at fast_endpoint; train() then returns when that has finished, evaluation and saving do "
+            "nothing. Give both the same model, data and other arguments.",
+            "choices": list(CIRCUITS),
+        },
+    )
+    fast_endpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "`host:port` at which the anchor reaches the fast circuit's first stage; stage s listens on port + s. "
+            "Both circuits need the secret HF_MESHADAPT_ANCHOR_SECRET in their environment. Without effect where one "
+            "process runs both."
+        },
+    )
+    anchor_every: int | None = field(
+        default=None,
+        metadata={"help": "Optimizer steps between two snapshots, K. Default: 10. Above about 30 priors are too old."},
+    )
+    anchor_batches: int | None = field(
+        default=None,
+        metadata={
+            "help": "Batches of per_device_train_batch_size rows whose gradients make one prior. Default: 1. More make "
+            "better priors and cost the anchor time."
+        },
+    )
+    anchor_seed: int | None = field(
+        default=None,
+        metadata={"help": "Seed of the order in which the anchor reads the training set. Default: seed + 1."},
+    )
+    anchor_snapshot_bits: int | None = field(
+        default=None,
+        metadata={
+            "help": "Bits per weight of snapshots, which are differences from the copy that the anchor holds; the first is "
+            "whole in bfloat16. Default: 8."
+        },
+    )
+    anchor_rate_bits_per_second: float | None = field(
+        default=None,
+        metadata={
+            "help": "What snapshots and priors of one stage may take of its link, each way. Default: no limit; set it "
+            "below the link's rate, so that the pipeline's messages do not wait behind them. Without effect where one "
+            "process runs both circuits."
+        },
+    )
+    anchor_deterministic: bool = field(
+        default=False,
+        metadata={
+            "help": "Take every prior exactly anchor_every steps after its snapshot, and wait for it: a run can be "
+            "repeated and equals the one of a single process, where it is always so, but is as slow as its anchor."
+        },
+    )
+    correction_rule: str | None = field(
+        default=None,
+        metadata={
+            "help": "How a prior corrects a gradient: the filters `diagonal`, `two_sided`, `left`, `right` keep what the "
+            "prior supports, `blend` mixes the prior in, and `anchor_only` steps on priors alone, the control that every "
+            "gain must be compared with. Default: two_sided with preset=paper, else diagonal.",
+            "choices": [rule for rule in RULES if rule not in ("none", "control_variate")],
+        },
+    )
+    correction_alpha: float | None = field(
+        default=None,
+        metadata={"help": "Filters: share of the gradient that passes unfiltered, in [0, 1). Default: 0.3."},
+    )
+    correction_tau: float | None = field(
+        default=None,
+        metadata={
+            "help": "Filters: singular value of the prior that passes by half. Default: 0.1 of the largest, and with "
+            "preset=paper 0.001."
+        },
+    )
+    correction_tau_relative: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Filters: correction_tau is in units of the prior's largest singular value. Default: yes, and with "
+            "preset=paper no.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
+    correction_blend_weight: float | None = field(
+        default=None,
+        metadata={"help": "blend: share of the prior in the update, in (0, 1]. Default: 0.5."},
+    )
+    prior_rank: int | None = field(
+        default=None,
+        metadata={"help": "Rank of the factors that a matrix's prior is sent and kept as. Default: 64."},
+    )
+    prior_ema_beta: float | None = field(
+        default=None,
+        metadata={
+            "help": "Decay of the mean over anchor gradients, in [0, 1). Default: 0.5, and 0 with anchor_only: the newest."
+        },
+    )
+    max_staleness_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Age in optimizer steps from which on a prior is not used; its weight falls from half of it on. "
+            "Default: 50."
+        },
+    )
+    ramp_steps: int | None = field(
+        default=None,
+        metadata={"help": "Steps over which the correction sets in once the first prior is there. Default: 0."},
+    )
+
+    def _resolve_anchor(self) -> None:
+        """Checks the fields above.
+
+        Raises:
+            ValueError: a value out of range, or a field without effect.
+        """
+        if self.circuit not in CIRCUITS:
+            raise user_error("circuit", self.circuit, "not a known choice", f"Use one of: {', '.join(CIRCUITS)}")
+        if not self.anchor:
+            self._refuse_without_anchor()
+            return
+        self._check_anchor_ranges()
+        self._check_endpoint()
+        config, every = self.spectral_config(), self.anchor_config().anchor_every
+        if every + config.refresh_steps > config.max_staleness:
+            raise user_error(
+                "max_staleness_steps", config.max_staleness, f"with anchor_every={every} no prior would be used: it is "
+                f"{every + config.refresh_steps - 1} steps old when it comes into use",
+                "Take snapshots more often, or set max_staleness_steps to three times anchor_every",
+            )  # fmt: skip
+
+    def _refuse_without_anchor(self) -> None:
+        asked = [name for name in (*ANCHOR_FIELDS, *SPECTRAL_FIELDS) if getattr(self, name) is not None]
+        asked += [name for name in LINK_FIELDS if getattr(self, name)]
+        if self.circuit != "fast":
+            asked.insert(0, "circuit")
+        if asked:
+            name = asked[0]
+            raise user_error(
+                name, getattr(self, name), "has no effect without an anchor", "Set anchor=True, or leave it unset"
+            )
+
+    def _check_anchor_ranges(self) -> None:
+        for name in ("anchor_every", "anchor_batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise user_error(name, value, "must be at least 1", "Use 1 or more, or leave it unset")
+        bits = self.anchor_snapshot_bits
+        if bits is not None and bits not in CODE_BITS:
+            choices = ", ".join(map(str, CODE_BITS))
+            raise user_error("anchor_snapshot_bits", bits, "not a known choice", f"Use one of: {choices}")
+        rate = self.anchor_rate_bits_per_second
+        # Below it, the pauses between two chunks would pass for silence (anchor.connection.LinkOptions).
+        if rate is not None and not rate >= 1e4:
+            raise user_error(
+                "anchor_rate_bits_per_second",
+                rate,
+                "must be at least 1e4",
+                "Use 20e6 for 20 Mbit/s, or leave it unset",
+            )
+        if self.correction_rule == "control_variate":
+            raise NotImplementedError(
+                "correction_rule='control_variate': anchors send uncoded gradients, not their difference from coded "
+                "ones. Use blend, or SpectralCorrection by itself"
+            )
+
+    def _check_endpoint(self) -> None:
+        if self.circuit == "anchor" and self.launched_ranks > 1:
+            raise NotImplementedError(
+                f"circuit='anchor' with {self.launched_ranks} launched ranks: an anchor is one process with the whole "
+                "model. Launch one"
+            )
+        if self.fast_endpoint is None:
+            if self.circuit == "anchor" or not self.emulated:
+                raise user_error(
+                    "fast_endpoint", None, "must say where the anchor reaches the fast circuit",
+                    "Set it to host:port of the machine with rank 0, the same for both circuits",
+                )  # fmt: skip
+            return
+        try:
+            endpoint = read_endpoint(self.fast_endpoint)
+        except ValueError:
+            raise user_error(
+                "fast_endpoint", self.fast_endpoint, "must be host:port", "Write for example 203.0.113.7:29600"
+            ) from None
+        last = endpoint.port + self.pipeline_stages - 1
+        if last > 65535:
+            raise user_error(
+                "fast_endpoint", self.fast_endpoint, f"the last stage would listen on port {last}", "Use a lower port"
+            )
+
+    @property
+    def runs_anchor(self) -> bool:
+        """This launch is the anchor circuit."""
+        return self.circuit == "anchor"
+
+    def anchor_config(self) -> AnchorConfig | None:
+        """None without an anchor."""
+        if not self.anchor:
+            return None
+        return AnchorConfig(
+            anchor_every=self.anchor_every or 10,
+            anchor_batches=self.anchor_batches or 1,
+            seed=self.seed + 1 if self.anchor_seed is None else self.anchor_seed,
+            snapshot_bits=self.anchor_snapshot_bits or CODE_BITS[0],
+            deterministic=self.anchor_deterministic or (self.emulated and not self.runs_anchor),
+            circuit=self.circuit,
+            endpoint=None if self.fast_endpoint is None else read_endpoint(self.fast_endpoint),
+            rate_bits_per_second=self.anchor_rate_bits_per_second,
+        )
+
+    def spectral_config(self) -> SpectralConfig | None:
+        """None without an anchor.
+
+        Raises:
+            ValueError: a value out of range, a field that the rule does not read, or a rule that does nothing.
+        """
+        if not self.anchor:
+            return None
+        paper = self.preset == "paper"
+        given = {inner: value for name, inner in SPECTRAL_FIELDS.items() if (value := getattr(self, name)) is not None}
+        values = {"rule": "two_sided" if paper else "diagonal", **given}
+        if paper and values["rule"] in FILTER_RULES:
+            values = {**PAPER_FILTER, **values}
+        values["refresh_steps"] = min(REFRESH_STEPS, self.anchor_every or 10)
+        try:
+            config = SpectralConfig(**values)
+        except ValueError as error:
+            raise ValueError(_renamed(str(error))) from None
+        if not config.corrects:
+            culprits = {"none": "correction_rule", "blend": "correction_blend_weight"}
+            name = culprits.get(config.rule, "correction_alpha")
+            raise user_error(name, getattr(self, name), "gradients would stay as they are", "Leave the anchor out")
+        return config
+
+
+def _renamed(message: str) -> str:
+    """A message of `SpectralConfig`, which begins with `field=value`, with the argument's name for the field's."""
+    inner, equals, rest = message.partition("=")
+    names = {field_name: name for name, field_name in SPECTRAL_FIELDS.items()}
+    return f"{names.get(inner, inner)}{equals}{rest}"

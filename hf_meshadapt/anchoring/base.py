@@ -1,0 +1,230 @@
+"""What a trainer asks of its anchor, and what all runs with one have in common: corrected steps, figures, state."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..anchor.schedule import NO_VERSION, AnchorHistory, AnchorTraffic
+from ..anchor.snapshot import snapshot_bytes
+from ..gradients import clip_coefficient
+from ..planner import AnchorPlan
+from ..spectral.config import prior_rank, prior_values
+from ..spectral.optimizer import SpectralCorrection
+from ..spectral.priors import Priors
+from .checkpoint import AnchorState, load_anchor_files, save_anchor_files
+from .prior import Prior
+
+logger = logging.getLogger(__name__)
+
+PRIOR_VALUE_BYTES = 2  # bfloat16
+
+
+class NoAnchor:
+    """A run without an anchor; everything that the trainer calls."""
+
+    def __init__(self, trainer):
+        self.trainer, self.engine, self.args = trainer, trainer.engine, trainer.args
+
+    def corrected(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer to train with, for a new one or, in a further run, the one that it was made into."""
+        return optimizer
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a whole run: what was opened for it is closed after it."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            self.stop(done)
+
+    def start(self, dataloader) -> None:
+        """Before the first step, after a checkpoint has been loaded; collective."""
+
+    def stop(self, done: bool) -> None:
+        """After the last step; `done` unless an error ended the run."""
+
+    def sum_over_replicas(self, count: Tensor) -> Tensor:
+        """Sums a small CPU tensor of whole numbers over the replicas; once before every step."""
+        return self.engine.sum_over_replicas(count)
+
+    def begin_step(self, step: int) -> None:
+        """Before the passes of step `step` + 1."""
+
+    def end_step(self) -> None:
+        """After the optimizer's step."""
+
+    def logs(self) -> dict[str, float]:
+        """Figures of the last step, equal on all ranks."""
+        return {}
+
+    def report(self) -> dict | None:
+        """Figures of the run so far; collective."""
+        return None
+
+    def save(self, folder: Path) -> None:
+        """Writes this stage's state into a checkpoint; called on one replica."""
+
+    def load(self, folder: Path) -> None:
+        """Takes over what a checkpoint holds."""
+
+
+class Anchored(NoAnchor):
+    """A run whose steps are corrected by priors, wherever they come from.
+
+    Attributes:
+        pending: priors that are there and not in use yet, by version.
+        received_version: of the newest prior that the optimizer was given.
+        num_batches: of the anchor's data, used for the priors so far.
+        reference: what the anchor holds of the weights, by name, and of which version, where a run is continued.
+    """
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.config, self.spectral = self.args.anchor_config(), self.args.spectral_config()
+        self.schedule = self.config.schedule
+        self.named = self.engine.parts.stored_trainable()
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named}
+        self.optimizer: SpectralCorrection | None = None
+        self.engine.anchor_plan, self._share_corrected = self._plan()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew: a further run counts its steps from the start."""
+        self.history = AnchorHistory()
+        self.pending: dict[int, Prior] = {}
+        self.received_version, self.num_batches = NO_VERSION, 0
+        self.reference: tuple[int, dict[str, Tensor]] | None = None
+        if self.optimizer is not None:
+            self.optimizer.priors = Priors(self.named, self.spectral)
+            self.optimizer.num_live_steps, self.optimizer.stepped_version = 0, None
+
+    def _plan(self) -> tuple[AnchorPlan, float]:
+        """Bytes of a snapshot and a prior, and the share of the model's entries that have one.
+
+        Raises:
+            NotImplementedError: see `spectral.config.prior_rank`; on all stages.
+        """
+        mine = {}
+        for chunk, stage in self.engine.parts.stages.items():
+            try:
+                mine[chunk] = self._sizes(self._shapes_of(stage.owned_names))
+            except NotImplementedError as error:
+                mine[chunk] = str(error)
+        chunks, mesh = self.engine.share(mine), self.engine.mesh
+        for sizes in chunks.values():
+            if isinstance(sizes, str):
+                raise NotImplementedError(sizes)
+        by_stage = [
+            [sum(column) for column in zip(*(chunks[chunk] for chunk in range(stage, mesh.num_chunks, mesh.stages)))]
+            for stage in range(mesh.stages)
+        ]
+        snapshots, priors, held, entries = zip(*by_stage)
+        plan = AnchorPlan(AnchorTraffic(tuple(snapshots), tuple(priors)), self.config.anchor_every)
+        return plan, sum(held) / sum(entries)
+
+    def _sizes(self, shapes: dict[str, tuple[int, ...]]) -> list[int]:
+        """Of these parameters: bytes of a snapshot and of a prior, entries with a prior, entries."""
+        values = sum(prior_values(self.spectral, name, shape) for name, shape in shapes.items())
+        held = [shape for name, shape in shapes.items() if prior_rank(self.spectral, name, shape) is not None]
+        return [
+            snapshot_bytes(shapes, self.config.snapshot_bits),
+            PRIOR_VALUE_BYTES * values,
+            sum(map(math.prod, held)),
+            sum(map(math.prod, shapes.values())),
+        ]
+
+    def _shapes_of(self, names: list[str]) -> dict[str, tuple[int, ...]]:
+        copies = self.engine.parts.stored_name_of_copy()
+        stored = (copies.get(name, name) for name in names)
+        return {name: self.shapes[name] for name in stored if name in self.shapes}
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def corrected(self, optimizer):
+        if self.optimizer is None:
+            self.optimizer = optimizer = SpectralCorrection(optimizer, self.named, self.spectral)
+        self.forget()
+        return optimizer
+
+    def begin_step(self, step):
+        self.optimizer.num_steps = step  # of the run: its checkpoint may be of a run without an anchor
+
+    def receive(self, prior: Prior) -> None:
+        """Gives the optimizer a prior, which it takes in over the coming steps."""
+        coefficient = 1.0
+        if self.spectral.adds_prior and self.args.max_grad_norm:
+            coefficient = clip_coefficient(prior.gradient_norm, self.args.max_grad_norm)
+        self.optimizer.priors.receive(prior.values, prior.version, prior.version, clip_coefficient=coefficient)
+        self.received_version = prior.version
+
+    def end_step(self):
+        version = self.optimizer.priors.version
+        if version is not None and version != self.history.applied_version:
+            self.history.applied(version)
+        self.history.stepped(self.optimizer.num_steps - 1, live=self.optimizer.metrics()["weight"] > 0)
+
+    # Figures ---------------------------------------------------------------------------------------------------------
+
+    def logs(self):
+        """`prior_weight`; `prior_age_steps` once there is a prior; `share_corrected` of the model's gradient entries."""
+        metrics = self.optimizer.metrics()
+        logs = {"prior_weight": metrics["weight"]}
+        if "prior_age_steps" in metrics:
+            logs["prior_age_steps"] = metrics["prior_age_steps"]
+        return logs | {"share_corrected": self._share_corrected if metrics["weight"] > 0 else 0.0}
+
+    def report(self):
+        history, traffic = self.history, self.engine.anchor_plan.traffic
+        return self.engine.from_judge(
+            {
+                "rule": self.spectral.rule,
+                "anchor_every": self.config.anchor_every,
+                "effective_anchor_every": history.effective_anchor_every,
+                "num_snapshots": history.num_snapshots,
+                "num_priors": history.num_applied,
+                "num_steps": history.num_steps,
+                "num_live_steps": history.num_live_steps,
+                "mean_prior_age_steps": history.mean_age_steps,
+                "snapshot_bytes": sum(traffic.snapshot_bytes),
+                "prior_bytes": sum(traffic.prior_bytes),
+            }
+        )
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def save(self, folder):
+        tensors, plain = self.optimizer.spectral_state()
+        state = AnchorState(
+            spectral=(tensors, plain),
+            pending=self.pending if self.config.deterministic else {},
+            reference=self.reference_now(),
+            plain={
+                "history": self.history.state_dict(),
+                "received_version": self.received_version,
+                "num_batches": self.num_batches,
+            },
+        )
+        save_anchor_files(folder, self.engine.topology.stage, state)
+
+    def reference_now(self) -> tuple[int, dict[str, Tensor]] | None:
+        """What `reference` would have to be to continue from here; None where the next snapshot will be whole."""
+        return None
+
+    def load(self, folder):
+        state = load_anchor_files(folder, set(self.shapes))
+        if state is None:
+            logger.warning("%s was written without an anchor: there is no prior until the first one comes", folder)
+            return
+        self.optimizer.load_spectral_state(*state.spectral)
+        self.history.load_state_dict(state.plain["history"])
+        self.received_version, self.num_batches = state.plain["received_version"], state.plain["num_batches"]
+        self.pending, self.reference = state.pending, state.reference

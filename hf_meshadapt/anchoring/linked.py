@@ -1,0 +1,268 @@
+"""The fast circuit's part where the anchor is a launch of its own: all ranks take a prior at the same step.
+
+Replica 0's stages hold one link each. In every step they tell each other, with the gradient norms, what their links hold
+and whether these are free; what they agree on reaches the other replicas with the token count of the next step. Nothing
+of it waits for the anchor unless the run is deterministic.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..anchor.connection import LinkOptions
+from ..anchor.fast_link import FastLink
+from ..anchor.handshake import checked_secret
+from ..anchor.schedule import NO_VERSION, agree, interval_warning
+from ..anchor.snapshot import Layout, SnapshotEncoder
+from ..planner import NUM_ANCHOR_COUNTS, NUM_LINK_FIGURES
+from ..waiting import LinkError
+from .base import Anchored
+from .endpoints import cannot_listen, open_listener, own_address, sources_of
+from .prior import Prior, pack, payload_bytes, read_prior, unpack
+
+logger = logging.getLogger(__name__)
+
+NUM_TOLD_VERSIONS = NUM_LINK_FIGURES - 2
+CLOSE_SECONDS = 5.0
+# Time for a prior to reach the other replicas beside the steps' own traffic; the step after them waits for the rest.
+PASSING_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Passing:
+    """A prior on its way to all replicas.
+
+    Attributes:
+        due_step: before whose passes it is taken: step `due_step` + 1.
+        prior: on replica 0.
+        payload, work: of the transfer, None without other replicas.
+    """
+
+    due_step: int
+    prior: Prior | None
+    payload: Tensor | None = None
+    work: dist.Work | None = None
+
+
+class LinkedAnchor(Anchored):
+    """One rank's part.
+
+    Attributes:
+        link: of this rank's stage, on replica 0.
+        offered: versions of the snapshots that this run has sent.
+        agreed_version: of the prior that goes to all replicas before the next step.
+        connected: every link had an anchor in the last step.
+    """
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.is_linked = self.engine.topology.replica == 0
+        self.secret = checked_secret(None) if self.is_linked else None  # an error now rather than at the first step
+        self.layout = Layout(self.shapes)
+        self.link: FastLink | None = None
+        self.engine.figures = torch.zeros(NUM_LINK_FIGURES, dtype=torch.float64)
+        self.engine.sockets.add_counter("anchor", self._link_bytes)
+        self._past_bytes = 0
+
+    def forget(self):
+        super().forget()
+        self.offered: set[int] = set()
+        self.agreed_version, self.connected = NO_VERSION, False
+        self._passing: Passing | None = None
+        self._all_ready = self._has_logged = False
+
+    # The link --------------------------------------------------------------------------------------------------------
+
+    def start(self, dataloader):
+        self._steps_before = self.history.num_steps
+        stage, endpoint = self.engine.topology.stage, self.config.endpoint
+        listener, mine = None, {}
+        if self.is_linked:
+            try:
+                listener = open_listener(endpoint, stage)
+                mine = {stage: [own_address(), None]}
+            except OSError as error:
+                mine = {stage: [None, str(error)]}
+        found = self.engine.share(mine)
+        faults = {int(stage): fault for stage, (_, fault) in found.items() if fault is not None}
+        faults = self.engine.from_judge(sorted(faults.items()))
+        if faults:
+            if listener is not None:
+                listener.close()
+            raise cannot_listen(endpoint, dict(faults))
+        if self.is_linked:
+            self._open(listener, [found[stage][0] for stage in sorted(found)])
+
+    def _open(self, listener, addresses: list[str]) -> None:
+        stage, timeout_seconds = self.engine.topology.stage, self.engine.mesh.timeout_seconds
+        sources = sources_of(self.config.endpoint, addresses)
+        encoder = SnapshotEncoder(stage, delta_bits=self.config.snapshot_bits, exact=self.config.deterministic)
+        if self.reference is not None:
+            encoder.load_state_tensors(self.layout.state_tensors(*self.reference))
+        self.encoder = encoder
+        options = LinkOptions(rate_bits_per_second=self.config.rate_bits_per_second)
+        told = sources if stage == 0 else ()
+        self.link = FastLink(listener, sources[stage], told, self.secret, encoder, options, self.num_batches)
+        self.link.start()
+        if self.config.deterministic:
+            logger.info("waiting for the anchor at %s", self.config.endpoint)
+            self.link.wait_until_ready(timeout_seconds)
+
+    def stop(self, done):
+        if done and self._passing is not None:
+            self._passed()  # groups must not go down with something under way
+        if self.link is not None:
+            self.link.close(CLOSE_SECONDS, done)
+            self._past_bytes, self.link = self._link_bytes(), None
+
+    def _link_bytes(self) -> int:
+        return self._past_bytes + (self.link.sent_bytes + self.link.received_bytes if self.link else 0)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def sum_over_replicas(self, count):
+        if self.engine.mesh.replicas == 1:
+            return self.engine.sum_over_replicas(count)
+        # Of a replica's stages all know the same, and only replica 0 speaks.
+        facts = [self.agreed_version - NO_VERSION, int(self.connected)] if self.is_linked else [0, 0]
+        total = self.engine.sum_over_replicas(torch.cat([count.reshape(-1), torch.tensor(facts)]))
+        version, connected = total[-NUM_ANCHOR_COUNTS:].tolist()
+        self.agreed_version, self.connected = version + NO_VERSION, bool(connected)
+        return total[:-NUM_ANCHOR_COUNTS].view_as(count)
+
+    def begin_step(self, step):
+        super().begin_step(step)
+        due = self.schedule.due_version(step) if self.config.deterministic else self.agreed_version
+        if due != NO_VERSION:
+            self._start_passing(due, step)
+        if self._passing is not None and step >= self._passing.due_step:
+            prior = self._passed()
+            if prior is not None:
+                self.receive(prior)
+        if self.is_linked:
+            self._take_snapshot(step)
+            self._poll()
+            held = sorted(self.pending)[-NUM_TOLD_VERSIONS:]
+            padding = [NO_VERSION] * (NUM_TOLD_VERSIONS - len(held))
+            told = [self.link.ready, self.link.connected, *held, *padding]
+            self.engine.figures = torch.tensor(told, dtype=torch.float64)
+
+    def _take_snapshot(self, step: int) -> None:
+        if not self.schedule.snapshot_due(step, self.history.last_version, [self._all_ready]):
+            return
+        weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.named}
+        if self.link.offer(step, weights):
+            self.offered.add(step)
+        elif self.config.deterministic:
+            where = self.engine.topology.describe()
+            raise LinkError(
+                f"{where} has lost its anchor at step {step}, and anchor_deterministic=True needs every prior. Start both "
+                "circuits anew, from the last checkpoint, or leave anchor_deterministic out"
+            )
+        self.history.took_snapshot(step)
+
+    def _poll(self) -> None:
+        """Takes what has come from the anchor."""
+        while (message := self.link.poll()) is not None:
+            if message.fields["version"] not in self.offered:
+                continue  # of an anchor that still works for an earlier attempt of this run
+            try:
+                prior = read_prior(message, self.optimizer.priors.held)
+                self.optimizer.priors.check(prior.values, prior.version)
+            except ValueError as error:
+                logger.warning("%s does not take a prior: %s", self.engine.topology.describe(), error)
+            else:
+                self.pending[prior.version] = prior
+
+    def _obtain(self, version: int) -> Prior | None:
+        """This stage's prior of a version; waits for it in a deterministic run. None: it will never come."""
+        if version not in self.pending:
+            if version not in self.offered:  # a run that goes on with an anchor that it did not have before
+                return None
+            with self.engine.step_meter.waiting():
+                message = self.link.wait_for_prior(version, self.engine.mesh.timeout_seconds)
+            return read_prior(message, self.optimizer.priors.held)
+        return self.pending[version]
+
+    def _start_passing(self, version: int, step: int) -> None:
+        """Starts to give all replicas replica 0's prior; it is taken some steps later, unless the run is deterministic."""
+        prior = self._obtain(version) if self.is_linked else None
+        if self.engine.mesh.replicas == 1:
+            self._passing = Passing(step, prior)
+            return
+        held, due_step = self.optimizer.priors.held, step
+        payload = pack(prior, held) if self.is_linked else torch.empty(payload_bytes(held), dtype=torch.uint8)
+        if not self.config.deterministic:
+            due_step += min(PASSING_STEPS, self.config.anchor_every)
+        work = dist.broadcast(payload, group=self.engine.groups.anchor, group_src=0, async_op=True)
+        self._passing = Passing(due_step, prior, payload, work)
+
+    def _passed(self) -> Prior | None:
+        """The prior that was on its way, once it is here."""
+        passing, self._passing = self._passing, None
+        if passing.work is None:
+            return passing.prior
+        ranks = self.engine.topology.data_parallel_ranks(self.engine.topology.stage)
+        with self.engine.naming("a prior from replica 0, with", ranks), self.engine.step_meter.waiting():
+            passing.work.wait()
+        return unpack(passing.payload, self.optimizer.priors.held)
+
+    def receive(self, prior):
+        super().receive(prior)
+        self.num_batches = prior.num_batches
+        self.pending = {version: other for version, other in self.pending.items() if version > prior.version}
+        self.offered = {version for version in self.offered if version > prior.version}
+
+    def end_step(self):
+        super().end_step()
+        if not self.is_linked:
+            return
+        rows = [row.tolist() for row in self.engine.figures_of]
+        self._all_ready = all(row[0] for row in rows)
+        self.connected = all(row[1] for row in rows)
+        self.agreed_version = NO_VERSION
+        if not self.config.deterministic and self._passing is None:
+            held = [[int(version) for version in row[2:]] for row in rows]
+            self.agreed_version = agree(held, self.received_version)
+
+    # Figures ---------------------------------------------------------------------------------------------------------
+
+    def logs(self):
+        """As without a launcher, and `anchor_connected`: 1 where every stage's link has its anchor."""
+        self._warn_of_interval()
+        return super().logs() | {"anchor_connected": float(self.connected)}
+
+    def _warn_of_interval(self) -> None:
+        """At the first log: the rate limit does not let snapshots follow each other as fast as `anchor_every` asks."""
+        rate, num_steps = self.config.rate_bits_per_second, self.history.num_steps - self._steps_before
+        step_seconds = self.engine.ledger.run.seconds / max(1, num_steps)
+        if self._has_logged or rate is None or not step_seconds or self.engine.topology.rank:
+            return
+        self._has_logged = True
+        warning = interval_warning(self.engine.anchor_plan.traffic, self.config.anchor_every, step_seconds, rate)
+        if warning is not None:
+            logger.warning(warning)
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def save(self, folder):
+        if self.link is not None and self.config.deterministic:
+            # Whatever is on the way would be lost, and its step has to have it.
+            for version in sorted(self.offered):
+                if version > self.received_version and version not in self.pending:
+                    self.pending[version] = self._obtain(version)
+            newest = max(self.pending, default=NO_VERSION)
+            if newest != NO_VERSION:
+                self.num_batches = self.pending[newest].num_batches
+        super().save(folder)
+
+    def reference_now(self):
+        # A free-running link may be about to change it, and its next anchor begins with a whole snapshot.
+        if self.link is None or not self.config.deterministic or self.encoder.version is None:
+            return None
+        return self.encoder.version, self.layout.unpack(self.encoder.reference)

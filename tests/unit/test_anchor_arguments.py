@@ -1,0 +1,125 @@
+"""The arguments of the anchor circuit: what follows from them, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hf_meshadapt import MeshAdaptArguments
+from hf_meshadapt.anchor.config import Endpoint, read_endpoint
+from hf_meshadapt.spectral.config import SpectralConfig
+
+ON = {"anchor": True, "pipeline_stages": 2}
+ENDPOINT = {"fast_endpoint": "10.0.0.1:29600"}
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    def build(world: int = 1, **fields) -> MeshAdaptArguments:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        return MeshAdaptArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **fields)
+
+    return build
+
+
+REFUSED = [
+    ({"anchor_every": 5}, "anchor_every=5", "Set anchor=True"),
+    ({"correction_alpha": 0.0}, "correction_alpha=0.0", "Set anchor=True"),
+    ({"prior_rank": 8}, "prior_rank=8", "Set anchor=True"),
+    ({"anchor_deterministic": True}, "anchor_deterministic=True", "Set anchor=True"),
+    (ENDPOINT, "fast_endpoint='10.0.0.1:29600'", "Set anchor=True"),
+    ({"circuit": "anchor"}, "circuit='anchor'", "Set anchor=True"),
+    ({"circuit": "slow"}, "circuit='slow'", "Use one of: fast, anchor"),
+    ({**ON, "circuit": "anchor"}, "fast_endpoint=None", "host:port"),
+    ({**ON, "fast_endpoint": "10.0.0.1"}, "fast_endpoint='10.0.0.1'", "203.0.113.7:29600"),
+    ({**ON, "fast_endpoint": "10.0.0.1:65535"}, "fast_endpoint='10.0.0.1:65535'", "Use a lower port"),
+    ({**ON, "anchor_every": 0}, "anchor_every=0", "Use 1"),
+    ({**ON, "anchor_batches": 0}, "anchor_batches=0", "Use 1"),
+    ({**ON, "anchor_snapshot_bits": 2}, "anchor_snapshot_bits=2", "8, 4"),
+    ({**ON, "anchor_rate_bits_per_second": 0}, "anchor_rate_bits_per_second=0", "Use 20e6"),
+    ({**ON, "anchor_every": 50}, "max_staleness_steps=50", "Take snapshots more often"),
+    ({**ON, "anchor_every": 6, "max_staleness_steps": 9}, "max_staleness_steps=9", "Take snapshots more often"),
+    ({**ON, "correction_rule": "diagnal"}, "correction_rule='diagnal'", "diagonal, two_sided"),
+    ({**ON, "correction_rule": "none"}, "correction_rule='none'", "Leave the anchor out"),
+    ({**ON, "correction_alpha": 1.0}, "correction_alpha=1.0", "Leave the anchor out"),
+    ({**ON, "correction_rule": "blend", "correction_blend_weight": 0.0}, "correction_blend_weight=0.0", "Leave the"),
+    ({**ON, "correction_alpha": 2.0}, "correction_alpha=2.0", "[0, 1]"),
+    ({**ON, "correction_tau": 0.0}, "correction_tau=0.0", "Use a small number"),
+    ({**ON, "prior_rank": 0}, "prior_rank=0", "at least 1"),
+    ({**ON, "prior_ema_beta": 1.0}, "prior_ema_beta=1.0", "newest"),
+    ({**ON, "correction_rule": "blend", "correction_tau": 0.5}, "correction_tau=0.5", "choose a rule among"),
+    ({**ON, "correction_blend_weight": 0.2}, "correction_blend_weight=0.2", "choose a rule among"),
+    ({**ON, "correction_rule": "anchor_only", "ramp_steps": 3}, "ramp_steps=3", "choose a rule among"),
+]
+
+
+@pytest.mark.parametrize("fields,named,remedy", REFUSED, ids=lambda value: str(value)[:40])
+def test_wrong_values_are_refused_with_field_value_and_remedy(make, fields, named, remedy):
+    with pytest.raises(ValueError) as caught:
+        make(**fields)
+    message = str(caught.value)
+    assert message.startswith(named) and remedy in message, message
+
+
+def test_what_cannot_be_done_is_refused(make):
+    with pytest.raises(NotImplementedError, match="control_variate"):
+        make(**ON, correction_rule="control_variate")
+    with pytest.raises(NotImplementedError, match="2 launched ranks.*Launch one"):
+        make(2, **ON, **ENDPOINT, circuit="anchor")
+    with pytest.raises(ValueError, match="^fast_endpoint=None"):
+        make(2, **ON)
+
+
+def test_without_an_anchor_nothing_follows(make):
+    args = make(pipeline_stages=2)
+    assert args.anchor_config() is None and args.spectral_config() is None
+
+
+def test_presets_choose_the_filter(make):
+    assert make(**ON).spectral_config() == SpectralConfig(rule="diagonal", tau=0.1, tau_relative=True, alpha=0.3)
+    paper = SpectralConfig(rule="two_sided", tau=1e-3, tau_relative=False, alpha=0.3)
+    assert make(**ON, preset="paper").spectral_config() == paper
+    mixed = make(**ON, preset="paper", correction_rule="diagonal", correction_alpha=0.5).spectral_config()
+    assert (mixed.rule, mixed.tau, mixed.tau_relative, mixed.alpha) == ("diagonal", 1e-3, False, 0.5)
+    assert make(**ON, preset="paper", correction_rule="blend").spectral_config() == SpectralConfig(rule="blend")
+    # A prior is in use before the next one comes.
+    assert [make(**ON, anchor_every=k).spectral_config().refresh_steps for k in (1, 3, 20)] == [1, 3, 4]
+
+
+def test_anchor_config_holds_what_was_given(make):
+    config = make(**ON, seed=5).anchor_config()
+    assert (config.anchor_every, config.anchor_batches, config.seed, config.snapshot_bits) == (10, 1, 6, 8)
+    assert config.deterministic and config.endpoint is None  # one process is always exactly K steps late
+    options = dict(anchor_every=4, anchor_batches=3, anchor_seed=0, anchor_snapshot_bits=4, **ENDPOINT)
+    config = make(**ON, **options, circuit="anchor", anchor_rate_bits_per_second=2e7).anchor_config()
+    assert (config.anchor_every, config.anchor_batches, config.seed, config.snapshot_bits) == (4, 3, 0, 4)
+    assert (config.circuit, config.deterministic, config.rate_bits_per_second) == ("anchor", False, 2e7)
+    assert config.endpoint == Endpoint("10.0.0.1", 29600)
+
+
+def test_arguments_survive_reconstruction(make):
+    args = make(**ON, preset="paper", correction_alpha=0.4, anchor_every=7)
+    again = dataclasses.replace(args)
+    assert (again.anchor_config(), again.spectral_config()) == (args.anchor_config(), args.spectral_config())
+    assert again.to_dict() == args.to_dict()
+
+
+@pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:0", "host:65536", "host:x", "::1:80", "host:-1"])
+def test_what_is_no_endpoint_is_refused(text):
+    with pytest.raises(ValueError, match="is not host:port"):
+        read_endpoint(text)
+
+
+def test_endpoints_say_what_to_bind_to():
+    endpoints = [
+        read_endpoint(text) for text in ("a.example:1", "127.0.0.1:2", "localhost:3", "[::1]:4", "[2001:db8::1]:5")
+    ]
+    assert [str(one) for one in endpoints] == [
+        "a.example:1",
+        "127.0.0.1:2",
+        "localhost:3",
+        "[::1]:4",
+        "[2001:db8::1]:5",
+    ]
+    assert [one.bind_host for one in endpoints] == ["", "127.0.0.1", "localhost", "::1", "::"]
