@@ -21,6 +21,7 @@ PLAN_AXES = ("pipeline", "tied", "data_parallel", "anchor", "control")
 # Per optimizer step: each stage gathers every stage's squared gradient norm with a digest of its batches (two numbers),
 # each replica sums its token count and whether its tokens are sound.
 GRAD_NORM_BYTES = 24
+MEAN_NORM_BYTES = 8  # of replicas that step apart
 TOKEN_COUNT_BYTES = 16
 # What rides along with an anchor: what a stage's link holds, and what replica 0's stages have agreed on.
 FIGURE_BYTES = 8
@@ -277,7 +278,7 @@ def _control(mesh: MeshConfig, sync: DataParallelConfig, anchored: bool) -> Iter
         ranks = _data_parallel_ranks(mesh, stage)
         yield from all_reduce_links("control", ranks, count_bytes)
         if sync.steps_apart:  # whose norms differ, and are averaged for the logs
-            yield from all_reduce_links("control", ranks, GRAD_NORM_BYTES)
+            yield from all_reduce_links("control", ranks, MEAN_NORM_BYTES)
 
 
 def _anchor(mesh: MeshConfig, plan: AnchorPlan) -> Iterator[LinkBytes]:

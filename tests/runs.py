@@ -60,8 +60,9 @@ def train(rank: int, *, folder: Path, kind: str, resume=None, save_at=(), machin
     trainer.add_callback(SaveAt(save_at))
     calibrate, calibrated = trainer.engine.calibrate, []
     trainer.engine.calibrate = lambda *args: calibrated.append(calibrate(*args))
+    at_start = sum(trainer.engine.sockets.read().get("save", {}).values())  # agreements when ranks meet
     trainer.train(resume_from_checkpoint=resume if resume in (None, True) else str(resume))
-    save_bytes = sum(trainer.engine.sockets.read().get("save", {}).values())
+    save_bytes = sum(trainer.engine.sockets.read().get("save", {}).values()) - at_start
     return outcome(trainer) | {"calibrations": len(calibrated), "warnings": warnings, "save_bytes": save_bytes}
 
 

@@ -129,7 +129,7 @@ MISTAKES = [
     ("ragged", "datasets", DENSE, "data collator .default_data_collator. cannot make a batch of 2 rows.*one length"),
     ("missing column", "table", DENSE, "cannot make a batch of 2 rows: KeyError: 'labels'.*the same columns"),
     ("no tokens", "stream", DENSE, "the batch has no input_ids .only labels.: tokenize the text first"),
-    ("text", "table", DENSE, "the batch has no labels .only nothing."),
+    ("text", "table", DENSE, "train_dataset has no input_ids .only text.: the data collator takes tokens"),
     ("tokens as floats", "table", DENSE, "input_ids of dtype torch.float32"),
     ("labels as one number", "table", DENSE, r"labels of shape \(2,\) beside input_ids"),
     ("no token", "table", DENSE, r"input_ids of shape \(2, 0\)"),
