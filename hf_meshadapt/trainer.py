@@ -10,11 +10,9 @@ from pathlib import Path
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from torch.utils.data import RandomSampler
 from transformers import Trainer, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     EvalLoopOutput,
@@ -27,17 +25,12 @@ from . import mesh_checkpoint
 from .anchoring.choice import make_anchoring
 from .arguments import MeshAdaptArguments
 from .batches import (
-    agreed_num_items,
-    checked,
-    drawn_alike,
-    num_real,
     refuse_unlabelled,
-    shard_by_replica,
     sound,
     source_of,
     tensors_of,
-    without_repeats,
 )
+from .data_trainer import DataMixin
 from .engine import MeshEngine
 from .evaluation_loop import evaluation_loop
 from .fingerprints import launch_fingerprint
@@ -46,7 +39,6 @@ from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
 from .progress import MeshProgressCallback
 from .reports import mesh_report, speed_of
-from .sampling import EpochSampler
 from .trainer_checks import (
     loss_function,
     refuse_foreign_loader,
@@ -59,7 +51,7 @@ from .trainer_checks import (
 logger = logging.getLogger(__name__)
 
 
-class MeshAdaptMixin(HubMixin):
+class MeshAdaptMixin(DataMixin, HubMixin):
     """Puts a pipeline mesh under a Trainer class; `MeshAdaptTrainer` is this over transformers' Trainer.
 
     Args:
@@ -109,59 +101,6 @@ class MeshAdaptMixin(HubMixin):
         if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(MeshProgressCallback)
-
-    # Data: sharded by replica, not by rank ---------------------------------------------------------------------------
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        accelerator = self.accelerator
-        # The placement that Trainer passes on is accelerate's default.
-        accelerator.prepare_data_loader = lambda loader, *_, **__: shard_by_replica(loader, accelerator, self.engine)
-
-    def _get_train_sampler(self, train_dataset=None):
-        sampler = self._over_replicas(super()._get_train_sampler(train_dataset))
-        if isinstance(sampler, RandomSampler) and self.accelerator.use_seedable_sampler:
-            return sampler  # accelerate seeds it
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return EpochSampler(sampler, seed) if hasattr(sampler, "generator") else sampler
-
-    def _get_eval_sampler(self, eval_dataset):
-        return self._over_replicas(super()._get_eval_sampler(eval_dataset))
-
-    def _over_replicas(self, sampler):
-        if isinstance(sampler, LengthGroupedSampler) and not self.engine.mesh.emulated:
-            sampler.batch_size *= self.engine.mesh.replicas  # one order for all of them
-        return sampler
-
-    def get_tp_size(self) -> int:
-        """Ranks that read the same batch, as Trainer's batch arithmetic wants to know."""
-        return 1 if self.engine.mesh.emulated else self.engine.mesh.stages
-
-    def get_batch_samples(self, epoch_iterator, num_batches: int, device):
-        with drawn_alike(self.engine, self.args.seed, self.state.global_step):
-            batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = [checked(batch) for batch in batches]
-        if batches and self.accelerator.gradient_state.end_of_dataloader:
-            # Not of the loader in use: on a resume it skips batches and does not know its size.
-            batches[-1] = without_repeats(batches[-1], self.callback_handler.train_dataloader, self.engine)
-        return batches, agreed_num_items(
-            batches, self._count_labels, self.engine, self.anchoring, self.state.global_step
-        )
-
-    def _get_num_items_in_batch(self, batch_samples, device):
-        return None  # counted in get_batch_samples, over replicas instead of WORLD
-
-    def _count_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        # Trainer's own rule: for some architectures (GPT-2) it counts position 0 although the loss leaves it out.
-        return (labels[..., 1:] if self._loss_shifts_labels else labels).ne(-100).sum()
-
-    def _track_num_input_tokens(self, inputs) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(
-            {name: value[: num_real(inputs)] for name, value in tensors_of(inputs).items()}
-        )
-        # Trainer sums over all ranks, and the stages of a pipeline read the same tokens.
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
 
     # Training --------------------------------------------------------------------------------------------------------
 

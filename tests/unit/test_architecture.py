@@ -116,7 +116,7 @@ LAYERS = [
         "shard_transfer",
         "pipeline",
     },
-    {"agreements", "run_record", "replication"},
+    {"agreements", "run_record", "replication", "pipeline_gradients"},
     {"calibration", "adaptive", "probing", "card", "merging"},
     {"engine", "hub", "evaluation"},
     {
@@ -130,7 +130,7 @@ LAYERS = [
         "batches",
         "reports",
     },
-    {"evaluation_loop", "trainer_checks", "sft_checks", "hub_trainer", "memory_report", "anchoring"},
+    {"evaluation_loop", "trainer_checks", "sft_checks", "hub_trainer", "data_trainer", "memory_report", "anchoring"},
     {"trainer"},
     {"sft"},
     {"cli", "__main__"},

@@ -1,0 +1,65 @@
+"""Trainer's data methods over a mesh: batches are sharded by replica, not by rank, and counted over replicas."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import RandomSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from .batches import agreed_num_items, checked, drawn_alike, num_real, shard_by_replica, tensors_of, without_repeats
+from .sampling import EpochSampler
+
+
+class DataMixin:
+    """Base of `MeshAdaptMixin`."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        accelerator = self.accelerator
+        # The placement that Trainer passes on is accelerate's default.
+        accelerator.prepare_data_loader = lambda loader, *_, **__: shard_by_replica(loader, accelerator, self.engine)
+
+    def _get_train_sampler(self, train_dataset=None):
+        sampler = self._over_replicas(super()._get_train_sampler(train_dataset))
+        if isinstance(sampler, RandomSampler) and self.accelerator.use_seedable_sampler:
+            return sampler  # accelerate seeds it
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochSampler(sampler, seed) if hasattr(sampler, "generator") else sampler
+
+    def _get_eval_sampler(self, eval_dataset):
+        return self._over_replicas(super()._get_eval_sampler(eval_dataset))
+
+    def _over_replicas(self, sampler):
+        if isinstance(sampler, LengthGroupedSampler) and not self.engine.mesh.emulated:
+            sampler.batch_size *= self.engine.mesh.replicas  # one order for all of them
+        return sampler
+
+    def get_tp_size(self) -> int:
+        """Ranks that read the same batch, as Trainer's batch arithmetic wants to know."""
+        return 1 if self.engine.mesh.emulated else self.engine.mesh.stages
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device):
+        with drawn_alike(self.engine, self.args.seed, self.state.global_step):
+            batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = [checked(batch) for batch in batches]
+        if batches and self.accelerator.gradient_state.end_of_dataloader:
+            # Not of the loader in use: on a resume it skips batches and does not know its size.
+            batches[-1] = without_repeats(batches[-1], self.callback_handler.train_dataloader, self.engine)
+        return batches, agreed_num_items(
+            batches, self._count_labels, self.engine, self.anchoring, self.state.global_step
+        )
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        return None  # counted in get_batch_samples, over replicas instead of WORLD
+
+    def _count_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        # Trainer's own rule: for some architectures (GPT-2) it counts position 0 although the loss leaves it out.
+        return (labels[..., 1:] if self._loss_shifts_labels else labels).ne(-100).sum()
+
+    def _track_num_input_tokens(self, inputs) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(
+            {name: value[: num_real(inputs)] for name, value in tensors_of(inputs).items()}
+        )
+        # Trainer sums over all ranks, and the stages of a pipeline read the same tokens.
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
