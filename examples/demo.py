@@ -1,4 +1,4 @@
-"""Adapt SmolLM2-135M on GSM8K over 2 stages x 2 replicas: dense, masked and coded boundaries. `make demo` runs it.
+"""Adapt SmolLM2-135M on GSM8K over 2 stages x 2 replicas: dense; masked; coded boundaries and replicas. `make demo` runs it.
 
 All runs train on the same problems in the same order, from the same start, on CPU processes. The dense checkpoint is
 then loaded with plain transformers to answer a problem that it was not trained on. Results: runs/demo/demo.json.
@@ -25,12 +25,13 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = Path("runs/demo")
+CODED = ["--preset", "anchored", "--calibration_tokens", "8192"]
 RUNS = {
     "dense": ["--preset", "dense"],
     "paper": ["--preset", "paper"],
-    "anchored": ["--preset", "anchored", "--calibration_tokens", "8192"],
+    "anchored + powersgd": [*CODED, "--dp_sync", "powersgd"],
 }
-ANCHOR = [*RUNS["anchored"], "--anchor", "--anchor_every", "4", "--fast_endpoint", "127.0.0.1:29651"]
+ANCHOR = [*CODED, "--anchor", "--anchor_every", "4", "--fast_endpoint", "127.0.0.1:29651"]
 ANCHOR_RUNS = {"corrected": ANCHOR, "anchor_only": [*ANCHOR, "--correction_rule", "anchor_only"]}
 console = Console()
 
@@ -41,7 +42,7 @@ def say(text: str) -> None:
 
 def finetune(name: str, options: list[str]) -> dict:
     """Run the example over four processes, and its anchor where it has one; returns its metrics."""
-    folder = OUTPUT / name
+    folder = OUTPUT / name.replace(" + ", "_")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     metrics_file = folder / "metrics.json"
