@@ -1,4 +1,4 @@
-"""Adapt SmolLM2-135M on GSM8K over 2 stages x 2 replicas: dense; masked; coded boundaries and replicas. `make demo` runs it.
+"""Adapt SmolLM2-135M on GSM8K over 2 stages x 2 replicas: dense, masked, coded. `make demo` runs it.
 
 All runs train on the same problems in the same order, from the same start, on CPU processes. The dense checkpoint is
 then loaded with plain transformers to answer a problem that it was not trained on. Results: runs/demo/demo.json.
