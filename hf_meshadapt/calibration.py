@@ -90,7 +90,7 @@ def fit_boundaries(engine: MeshEngine, batches: list[Batch], rows: int, accumula
     if boundary.predictor == "token" and len(batches) < 2:
         logger.warning(
             "The calibration saw one batch only, so that the token predictor cannot be checked and the channel mean is "
-            "used instead: raise calibration_tokens to two batches or more"
+            "used instead: raise calibration_tokens to two batches or more, of which the training set must have as many"
         )
     timer = PassTimer(engine)
     for index, batch in enumerate(batches):

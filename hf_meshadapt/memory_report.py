@@ -8,9 +8,10 @@ import torch
 
 from .arguments import MeshAdaptArguments
 from .memory import describe, memory_plan, parts, table_bytes
-from .pipeline.assembly import local_chunks, outline_model
+from .pipeline.assembly import local_chunks
 from .pipeline.footprint import rank_footprint
 from .pipeline.layout import find_layout
+from .pipeline.outline import outline_model
 from .pipeline.schedule import rank_order
 
 

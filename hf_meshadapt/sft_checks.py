@@ -40,7 +40,7 @@ def refuse_options(args) -> None:
 
 
 def refuse_arguments(model, args, trainer_arguments: dict) -> None:
-    """Raises NotImplementedError for arguments of the trainer.
+    """Raises NotImplementedError for arguments of the trainer, ValueError for a data set without anything to train on.
 
     Args:
         model: as it was given, a name or a model.
@@ -63,6 +63,21 @@ def refuse_arguments(model, args, trainer_arguments: dict) -> None:
             f"train_dataset has a column {min(images)}: vision-language data cannot be cut into microbatches. Use a text "
             "data set, or remove the column"
         )
+    prepares = not (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+    if columns and prepares and trainer_arguments.get("formatting_func") is None:
+        refuse_columns(set(columns), args.dataset_text_field)
+
+
+def refuse_columns(columns: set[str], text_column: str) -> None:
+    """Raises ValueError for a data set in which TRL finds nothing to tokenise: it would look for its text column, row by
+    row, and fail with a bare KeyError."""
+    if {"input_ids", "messages", "conversations", text_column} & columns or {"prompt", "completion"} <= columns:
+        return
+    raise ValueError(
+        f"train_dataset has only {', '.join(sorted(columns))}: must have {text_column} or messages, or prompt and "
+        "completion, or input_ids. Rename columns, for example dataset.rename_columns({'question': 'prompt', 'answer': "
+        "'completion'}), set dataset_text_field, or pass formatting_func"
+    )
 
 
 def refuse_packing(model, args) -> None:

@@ -220,6 +220,8 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         # Trainer adds what was not logged yet, on each rank its own; only last stages have any.
         (total,) = self.engine.sum_over_ranks([self._tr_loss.item()])
         self._tr_loss.fill_(total / self.args.world_size)
+        if self.state.global_step > self._globalstep_last_logged:
+            self.engine.take_logs()  # steps after the last log belong in the report too
         return super()._finalize_training(*args)
 
     def _end_step(self) -> None:
@@ -287,11 +289,12 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         super().log(logs, start_time)
 
     def mesh_report(self) -> dict:
-        """Speed and bytes of the run so far (whole log intervals) beside the plan: `tokens_per_second`, and by axis and
-        in `total` `bytes_per_token` (as the sockets sent), `planned_bytes_per_token` and `bytes_ratio_to_dense` (as
-        planned). Apart from these, `calibration`: passes, tokens, seconds and bytes, None where there was none;
-        `boundary_budgets`: by boundary, None where boundary_budget is that of all; and `anchor`: snapshots, priors,
-        steps that a prior corrected and their bytes, None without an anchor.
+        """Speed and bytes of the run so far beside the plan: `tokens_per_second`, and by axis and in `total`
+        `bytes_per_token` (as the sockets sent), `planned_bytes_per_token` and `bytes_ratio_to_dense` (as planned). While
+        training goes on, what was measured is of whole log intervals, None and empty before the first. Apart from these,
+        `calibration`: passes, tokens, seconds and bytes, None where there was none; `boundary_budgets`: by boundary, None
+        where boundary_budget is that of all; and `anchor`: snapshots, priors, steps that a prior corrected and their
+        bytes, None without an anchor.
 
         Planned figures count padding as tokens; they are of the last batch's shape. Collective: call it on all ranks.
         """
@@ -301,7 +304,8 @@ class MeshAdaptMixin(DataMixin, HubMixin):
             raise ValueError("mesh_report() before any training step: there is nothing to report yet")
         rows, accumulation = self._rows(training=True), self.args.gradient_accumulation_steps
         plan = self.engine.plan(rows, self._batch_length, accumulation)
-        return mesh_report(self.engine.ledger.run.logs(), plan) | {
+        run = self.engine.ledger.run
+        return mesh_report(run.logs() if run.seconds else {}, plan) | {
             "calibration": self.engine.calibration_cost,
             "boundary_budgets": self.engine.boundary.budgets,
             "anchor": self.anchoring.report(),

@@ -42,6 +42,9 @@ def run(args) -> int:
 
         print("ACCELERATE_USE_CPU=true " * args.cpu + shlex.join(command))
         return 0
+    if not Path(args.script).is_file():
+        # Every process would say so, amid what the launcher says of its children.
+        raise ValueError(f"{args.script}: no such file. Give a training script")
     if args.cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher's own --cpu would start one process
     os.execv(command[0], command)

@@ -132,18 +132,6 @@ def cut_model(model: nn.Module, mesh: MeshConfig, stage: int) -> tuple[nn.Module
     return model, layout, spans
 
 
-def outline_model(source: str) -> nn.Module:
-    """A pretrained causal language model without its weights, on the meta device.
-
-    Args:
-        source: Hub id or folder.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-
-
 def load_model(
     source: str, whole: nn.Module, mesh: MeshConfig, stage: int, dtype: str
 ) -> tuple[nn.Module, ModelLayout, list[range]]:
@@ -151,7 +139,7 @@ def load_model(
 
     Args:
         source: Hub id or folder.
-        whole: its `outline_model`.
+        whole: its `outline.outline_model`.
         dtype: `auto`, `float32` or `bfloat16`.
     """
     layout = find_layout(whole)
@@ -207,6 +195,14 @@ def _prune_for(model: nn.Module, layout: ModelLayout, spans: list[range], mesh: 
     if not mesh.emulated and mesh.num_chunks > 1:
         chunks = local_chunks(mesh, stage)
         prune(model, layout, [spans[chunk] for chunk in chunks], 0 in chunks, mesh.num_chunks - 1 in chunks)
+        model.generate = _refuse_generate  # the first stage's would return tokens, and nonsense
+
+
+def _refuse_generate(*args, **kwargs):
+    raise NotImplementedError(
+        "generate() on a rank of a mesh: the model there is a part of the whole. Save it by save_model() on all ranks and "
+        "load it with AutoModelForCausalLM.from_pretrained, or generate in the emulated mesh"
+    )
 
 
 def _untie(model: nn.Module, layout: ModelLayout, mesh: MeshConfig, stage: int) -> None:

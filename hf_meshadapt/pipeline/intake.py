@@ -12,9 +12,10 @@ from torch import nn
 from ..config import MeshConfig
 from ..memory import RankWeights
 from .adapters import add_adapters, is_adapted
-from .assembly import cut_model, load_model, load_own, outline_model, plan_spans
+from .assembly import cut_model, load_model, load_own, plan_spans
 from .footprint import outline_weights
 from .layout import ModelLayout, fill_in, find_layout
+from .outline import outline_model
 from .split_check import check_split
 
 # A model with the parts of other stages removed, where its parts are, and the layers of every chunk.

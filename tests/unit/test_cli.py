@@ -55,6 +55,7 @@ def test_every_command_explains_itself_with_an_example(command, capsys):
         ("launch --config nowhere train.py", "--config=nowhere: no such file"),
         ("launch --config cpu_2x1 --cpu train.py", "--cpu has no effect"),
         ("launch --num-processes 1 train.py", "must be at least 2"),
+        ("launch --config cpu_2x1 nowhere.py", "nowhere.py: no such file"),
         ("env --model . --stages 0", "pipeline_stages=0: must be at least 1"),
     ],
 )

@@ -6,14 +6,17 @@ one microbatch; several only change the order of sums.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
 
 from hf_meshadapt.checkpoint import merge_index, save_stage
 from hf_meshadapt.config import BoundaryConfig, MeshConfig
-from hf_meshadapt.pipeline.assembly import load_model, outline_model, own_parts, wrap_chunks
+from hf_meshadapt.pipeline.assembly import cut_model, load_model, own_parts, wrap_chunks
 from hf_meshadapt.pipeline.microbatch import microbatch_keys
+from hf_meshadapt.pipeline.outline import outline_model
 from hf_meshadapt.pipeline.ownership import leftover_claims
 from hf_meshadapt.pipeline.sequential import SequentialRunner
 from hf_meshadapt.pipeline.split_run import Outcome, collect_gradients, cut_apart, run_parts, run_whole
@@ -81,6 +84,22 @@ def test_the_emulated_mesh_is_the_whole_model(name):
 
 
 SAVED = ("llama", "gpt2", "opt", "phi3", "mixtral", "qwen3_next", "gemma3", "mamba", "bloom", "gpt_oss", "stablelm")
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "loaded"])
+def test_a_part_of_a_model_does_not_generate(by_name, tmp_path):
+    model, tokens = make_architecture("llama"), torch.ones(1, 3, dtype=torch.long)
+    model.save_pretrained(tmp_path)
+    for stage in range(2):
+        mesh, source = MeshConfig(stages=2), str(tmp_path)
+        if by_name:
+            part, *_ = load_model(source, outline_model(source), mesh, stage, "float32")
+        else:
+            part, *_ = cut_model(copy.deepcopy(model), mesh, stage)
+        with pytest.raises(NotImplementedError, match="generate.. on a rank of a mesh: the model there is a part"):
+            part.generate(tokens, max_new_tokens=2)
+    whole, *_ = cut_model(model, MeshConfig(stages=2, emulated=True), 0)
+    assert whole.generate(tokens, max_new_tokens=2).shape[0] == 1
 
 
 @pytest.mark.parametrize(

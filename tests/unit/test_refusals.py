@@ -47,6 +47,20 @@ def test_a_split_that_does_not_add_up(build):
         build(args={"pipeline_split": "2,3"})
 
 
+def test_names_of_what_is_no_causal_language_model(build, tmp_path):
+    t5().config.save_pretrained(tmp_path / "t5")
+    with pytest.raises(NotImplementedError, match="model='.*t5': T5Config belongs to no causal language model"):
+        build(model=tmp_path / "t5")
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        NotImplementedError, match="model='.*lora': the folder of an adapter.*AutoPeftModelForCausalLM"
+    ):
+        build(model=tmp_path / "lora")
+    with pytest.raises(OSError, match="model='.*nowhere': neither a model's folder.*nor could it be had from the Hub"):
+        build(model=tmp_path / "nowhere")
+
+
 def test_metrics_of_whole_logits_over_replicas(build):
     args = {"data_parallel_replicas": 2}
     with pytest.raises(NotImplementedError, match="compute_metrics without preprocess_logits.*2 replicas.*argmax"):

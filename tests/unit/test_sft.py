@@ -122,6 +122,29 @@ def test_arguments_that_are_refused(build, arguments, message):
         build(trainer=arguments)
 
 
+@pytest.mark.parametrize("names", [("question", "answer"), ("prompt", "answer"), ("completion",)], ids=str)
+@pytest.mark.parametrize("streams", [False, True], ids=["rows", "stream"])
+def test_columns_with_nothing_to_train_on(build, names, streams):
+    rows = datasets.Dataset.from_dict({name: ["w1 w2"] * 4 for name in names})
+    data = rows.to_iterable_dataset() if streams else rows
+    listed = ", ".join(sorted(names))
+    with pytest.raises(
+        ValueError, match=f"train_dataset has only {listed}: must have text or messages, or prompt and"
+    ):
+        build(trainer={"train_dataset": data})
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["formatting_func", "dataset_text_field"])
+def test_columns_that_a_person_names(build, named):
+    rows = datasets.Dataset.from_dict({"question": ["w1 w2"] * 4, "answer": ["w3"] * 4})
+    given = {"train_dataset": rows, "eval_dataset": None}
+    if not named:
+        given["formatting_func"] = lambda row: row["question"] + " " + row["answer"]
+    options = {"dataset_text_field": "question"} if named else {}
+    trainer = build(eval_strategy="no", trainer=given, **options)
+    assert [len(row["input_ids"]) for row in trainer.train_dataset] == [3 if named else 4] * 4
+
+
 def test_a_model_and_its_tokenizer_by_name(build, tmp_path):
     folder = tmp_path / "model"
     tiny_model("llama_tied").save_pretrained(folder)
