@@ -15,6 +15,8 @@ _PUBLIC = {
     "MeshAdaptArguments": "arguments",
     "MeshAdaptSFTTrainer": "sft",
     "MeshAdaptSFTConfig": "sft",
+    "MeshAdaptDPOTrainer": "dpo",
+    "MeshAdaptDPOConfig": "dpo",
     "MeshConfig": "config",
     "BoundaryConfig": "config",
     "EvalCallback": "evaluation.callback",

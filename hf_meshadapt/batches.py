@@ -233,5 +233,7 @@ def without_repeats(batch: dict, loader: DataLoader, ranks: Agreements) -> dict:
     remainder, rows = len(loader.dataset) % loader.total_batch_size, len(batch["labels"])
     if not remainder:
         return batch
+    # A collator may make several rows of an example, such as the two of a pair.
+    remainder *= max(1, rows // (loader.total_batch_size // ranks.mesh.replicas))
     real = min(rows, max(0, remainder - ranks.topology.replica * rows))
     return {**mask_rows(batch, real), REAL_ROWS: real}

@@ -126,11 +126,13 @@ class MeshEngine(PipelineGradients):
         device: torch.device,
         autocast: Callable[[], contextlib.AbstractContextManager],
         loss_function: LossFunction | None = None,
+        rows_per_example: int = 1,
     ) -> None:
         """Builds stages and runner, once the model is on its device.
 
         Args:
             loss_function: computes the loss in the model's place.
+            rows_per_example: sequences that stay in one microbatch.
 
         Raises:
             NotImplementedError: the loss is not a sum over tokens divided by their number; on all ranks.
@@ -142,10 +144,10 @@ class MeshEngine(PipelineGradients):
         self.parts = build_stages(*self._cut, self.mesh, self.boundary, self.topology.stage, self.share, autocast)
         if self._adapter is not None:
             self.parts.take_adapter(self._adapter)
-        self._take_loss(loss_function)
+        self._take_loss(loss_function, rows_per_example)
         self.replication = Replication(self.data_parallel, self.mesh, self.groups, self.parts)
         group, synchronizer = self.replication.ddp_group, self.replication.synchronizer
-        sync = {"data_parallel_group": group, "synchronizer": synchronizer}
+        sync = {"data_parallel_group": group, "synchronizer": synchronizer, "rows_per_example": rows_per_example}
         run = (self.parts, self.mesh, self.boundary, device)
         # Data-parallel modules meet when they are made.
         with self.naming("data-parallel set-up with", self._replicas):
@@ -155,12 +157,12 @@ class MeshEngine(PipelineGradients):
                 self.runner = PipelineRunner(*run, group=self.groups.pipeline, waiter=self.waiter, **sync)
         self.device = device
 
-    def _take_loss(self, loss_function: LossFunction | None) -> None:
+    def _take_loss(self, loss_function: LossFunction | None, rows_per_example: int) -> None:
         last = self.parts.stages.get(self.mesh.num_chunks - 1)
         fault = {}
         if last is not None:
             last.loss_function = loss_function
-            fault = {0: last.loss_fault()}
+            fault = {0: last.loss_fault(rows_per_example)}
         (reason,) = self.share(fault).values()
         if reason is not None:
             whose, remedy = "compute_loss_func", "Return such a sum"

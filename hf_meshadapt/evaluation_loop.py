@@ -87,7 +87,7 @@ def run_batch(trainer, batch: dict, outputs: list[torch.Tensor] | None) -> torch
     Args:
         outputs: takes the logits of every microbatch, in order of rows, where the last chunk is.
     """
-    tokens, rows = trainer._count_labels(batch["labels"]), trainer.args.per_device_eval_batch_size
+    tokens, rows = trainer._count_labels(batch["labels"]), trainer._rows(training=False)
     everyone = rows * len(trainer.engine.local_replicas)
     keep = None if outputs is None else lambda output: outputs.append(output.logits)
     loss = trainer.engine.eval_batch(pad_rows(tensors_of(batch), everyone), rows, keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 CURVE_NAME = "loss_curve.png"
@@ -24,20 +25,31 @@ def draw_loss_curve(log_history: list[dict], path: Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: no losses were logged.
     """
+    points = loss_points(log_history)
+    if not points:
+        raise ValueError("log_history has no losses to draw")
+    draw_curves(points, path)
+
+
+def draw_curves(
+    points: dict[str, Sequence[tuple[int, float]]], path: Path, label: str = "loss (nats per token)"
+) -> None:
+    """Writes curves of (step, loss), by what they are called, as a PNG of 960 x 540 pixels.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     # Not pyplot: it would choose a backend and keep figures for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    points = loss_points(log_history)
-    if not points:
-        raise ValueError("log_history has no losses to draw")
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    for label, values in points.items():
+    for name, values in points.items():
         steps, losses = zip(*values)
-        axes.plot(steps, losses, label=label, marker="o" if len(values) < 30 else None, markersize=3)
+        axes.plot(steps, losses, label=name, marker="o" if len(values) < 30 else None, markersize=3)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.legend()
     FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})

@@ -37,6 +37,7 @@ from .fingerprints import launch_fingerprint
 from .hub_trainer import HubMixin
 from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
+from .pipeline.stage import LossFunction
 from .progress import MeshProgressCallback
 from .reports import mesh_report, speed_of
 from .trainer_checks import (
@@ -65,6 +66,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
     """
 
     stands_in_for: type = Trainer  # whose compute_loss and prediction_step the stages' own forward replaces
+    rows_per_example: int = 1  # sequences that the collator makes of an example, and that stay in one microbatch
 
     def __init__(self, model=None, args: MeshAdaptArguments | None = None, *positional, peft_config=None, **kwargs):
         if not isinstance(args, MeshAdaptArguments):
@@ -91,7 +93,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         super().__init__(model=model, args=args, **named)
         refuse_model(self)
         refuse_raw_data(self)
-        self.engine.build(args.device, self.accelerator.autocast, loss_function(self))
+        self.engine.build(args.device, self.accelerator.autocast, self._loss_function(), self.rows_per_example)
         refuse_optimizer(self)
         self.anchoring = make_anchoring(self)
         self._evaluated: tuple[str, int] | None = None  # prefix and batches of the last one, until timed
@@ -155,7 +157,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         Every replica looks at rows of its own, all at the same number of batches.
         """
         rows, local = self._rows(training=True), self.engine.local_replicas
-        everyone = rows * self.engine.mesh.replicas
+        everyone = rows // self.rows_per_example * self.engine.mesh.replicas
         source, batches, left = iter(source_of(dataloader)), [], self.args.calibration_tokens
         while left > 0:
             examples = list(itertools.islice(source, everyone))
@@ -204,7 +206,11 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         return 6 * inputs["input_ids"].numel() * self.engine.parts.num_parameters()
 
     def _rows(self, training: bool) -> int:
-        return self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+        examples = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+        return examples * self.rows_per_example
+
+    def _loss_function(self) -> LossFunction | None:
+        return loss_function(self)
 
     def _clip_grad_norm(self, model):
         return self.engine.clip_gradients(self.args.max_grad_norm)

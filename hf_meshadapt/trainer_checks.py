@@ -21,14 +21,26 @@ BYPASSED_METHODS = {
     "compute_loss": "Pass compute_loss_func",
     "prediction_step": "Pass preprocess_logits_for_metrics and compute_metrics",
 }
+# Trainers of TRL that cannot stand over stages, by the name of their class.
+UNSUPPORTED_TRAINERS = {
+    name: "it generates answers in every step, and no stage has a whole model to generate with; over stages each token "
+    "would cross every boundary. Make preference pairs beforehand and use MeshAdaptDPOTrainer"
+    for name in ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
+}
 # Attributes of models whose weights a mesh cannot save as their library does, and what to do.
 UNSAVABLE = {
     "hf_quantizer": "quantized weights cannot be saved by stages. Load the model in bfloat16 instead",
 }
 
+# Any of them says that a data set has been tokenised; TRL's pairs have prompt_ids.
+TOKEN_COLUMNS = {"input_ids", "inputs_embeds", "prompt_ids"}
+
 
 def refuse_unsupported(trainer_class: type, trainer_arguments: dict, args: MeshAdaptArguments) -> None:
     """Raises NotImplementedError for what needs no model to be known."""
+    for base in trainer_class.__mro__:
+        if base.__name__ in UNSUPPORTED_TRAINERS:
+            raise NotImplementedError(f"{base.__name__} over a mesh: {UNSUPPORTED_TRAINERS[base.__name__]}")
     for name, remedy in BYPASSED_METHODS.items():
         if getattr(trainer_class, name) is not getattr(trainer_class.stands_in_for, name):
             raise NotImplementedError(
@@ -63,7 +75,7 @@ def refuse_raw_data(trainer) -> None:
         given = getattr(trainer, name)
         for dataset in given.values() if isinstance(given, dict) else [given]:
             columns = _columns(dataset)
-            if columns and not {"input_ids", "inputs_embeds"} & set(columns):
+            if columns and not TOKEN_COLUMNS & set(columns):
                 raise ValueError(
                     f"{name} has no input_ids (only {', '.join(columns)}): the data collator takes tokens. Tokenise it, "
                     "for example with dataset.map(lambda row: tokenizer(row['text'])), or use MeshAdaptSFTTrainer, which "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from .layout import ModelLayout
-from .stage import StageModule, used_parameters
+from .stage import StageModule
 
 
 def leftover_names(model: nn.Module, layout: ModelLayout) -> list[str]:
@@ -74,3 +75,22 @@ def saved_names(stage: StageModule, chunk: int, num_chunks: int) -> list[str]:
         if name not in parameters and (name.startswith(layers) if in_layers else chunk == 0):
             names.append(name)
     return names
+
+
+def used_parameters(stage: StageModule, names: list[str]) -> list[str]:
+    """Which of the model's parameters take part in what leaves the chunk."""
+    parameters = dict(stage.model.named_parameters(remove_duplicate=False))
+    frozen = [parameters[name] for name in names if not parameters[name].requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        if not names:
+            return []
+        leaving = stage.probe()
+        if not leaving.requires_grad:
+            return []
+        gradients = torch.autograd.grad(leaving.sum(), [parameters[name] for name in names], allow_unused=True)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    return [name for name, gradient in zip(names, gradients) if gradient is not None]

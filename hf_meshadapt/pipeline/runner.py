@@ -35,6 +35,7 @@ class Runner(ABC):
         device: where the chunks compute.
         data_parallel_group: of the replicas whose gradients DDP averages; None where it does not.
         synchronizer: between replicas; only where there is one alone it is not needed.
+        rows_per_example: sequences that stay in one microbatch; batches have a multiple of it.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class Runner(ABC):
         *,
         data_parallel_group: dist.ProcessGroup | None = None,
         synchronizer: GradientSynchronizer | None = None,
+        rows_per_example: int = 1,
     ):
         self.parts, self.mesh, self.boundary, self.device = parts, mesh, boundary, device
-        self.synchronizer = synchronizer
+        self.synchronizer, self.rows_per_example = synchronizer, rows_per_example
         self.modules: dict[int, nn.Module] = {
             chunk: wrap_data_parallel(stage, data_parallel_group, synchronizer and synchronizer.hook(chunk))
             for chunk, stage in parts.stages.items()
@@ -129,6 +131,10 @@ class Runner(ABC):
             return False
         return mark_first_visit(self.parts.stages.values(), batch["input_ids"], token_kinds(batch))
 
+    def _num_uncoded(self, rows: int) -> int:
+        """Microbatches of a pass that need not have as many as a training step."""
+        return largest_divisor(rows // self.rows_per_example, self.mesh.microbatches)
+
     def _model_inputs(self, batch: Batch) -> Batch:
         """Tensors that every chunk gets, beside what arrives at it."""
         inputs = {name: value for name, value in batch.items() if name != "input_ids"}
@@ -187,7 +193,7 @@ class PipelineRunner(Runner):
         self._step(schedule.step, batch, inputs)
 
     def _uncoded(self, batch: Batch, rows: int, mode: str) -> tuple:
-        count = largest_divisor(rows, self.mesh.microbatches)
+        count = self._num_uncoded(rows)
         schedule, _ = self._schedule(rows, batch["labels"].shape[1], count, mode)
         return schedule, self._model_inputs(batch) | {"num_items": torch.ones(count, device=self.device)}
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .local_replicas import LocalReplicas
-from .microbatch import Batch, largest_divisor, pad_rows
+from .microbatch import Batch, pad_rows
 from .runner import Runner
 
 
@@ -69,7 +69,7 @@ class SequentialRunner(Runner):
         """
         self._set_mode(training=False)
         inputs = {"input_ids": batch["input_ids"], **self._model_inputs(batch)}
-        for microbatch in split_rows(inputs, largest_divisor(rows, self.mesh.microbatches)):
+        for microbatch in split_rows(inputs, self._num_uncoded(rows)):
             self._forward(microbatch | {"num_items": num_items}).backward()
 
     def _observe(self, batch, rows):
@@ -77,7 +77,7 @@ class SequentialRunner(Runner):
             self._forward(microbatch).backward()
 
     def _uncoded(self, batch: Batch, rows: int) -> Iterator[Batch]:
-        count = largest_divisor(rows, self.mesh.microbatches)
+        count = self._num_uncoded(rows)
         for replica, part in enumerate(self._replica_batches(batch, rows)):
             for stage in self.parts.stages.values():
                 if stage.observer is not None:

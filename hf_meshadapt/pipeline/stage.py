@@ -20,8 +20,11 @@ from ..boundary.observer import Observer
 from ..gradients import spread_nonfinite
 from .layout import ForeignLayer, ModelLayout
 
-# Takes model output, labels (B, T) and what to divide the summed loss by; returns a scalar.
+# Takes model output, labels (B, T), what to divide the summed loss by, and the batch's loss inputs by name; returns a
+# scalar.
 LossFunction = Callable[..., torch.Tensor]
+# Batch entries of such names go to a loss function of one's own and not to the model.
+LOSS_INPUT_PREFIX = "loss_input_"
 
 # Half of a sum is exact in every dtype: whatever is left over is something that was not divided.
 LOSS_TOLERANCE = 1e-5
@@ -125,12 +128,13 @@ class StageModule(nn.Module):
             kind: (B, T), what every position is, read by boundaries.
             labels: (B, T), read by the last chunk only.
             num_items: what the summed loss is divided by, one element.
-            model_inputs: attention_mask and other tensors with a batch dimension.
+            model_inputs: attention_mask and other tensors with a batch dimension; loss inputs.
 
         Returns:
             What goes over the next boundary, or on the last chunk the loss as a scalar: sum of token losses / num_items.
         """
         key = 0 if key is None else int(key)
+        loss_inputs = {name: model_inputs.pop(name) for name in [*model_inputs] if name.startswith(LOSS_INPUT_PREFIX)}
         with self._view():
             if self.is_first:
                 inputs = {"input_ids": arriving[0]}
@@ -140,7 +144,7 @@ class StageModule(nn.Module):
                     incoming = self.observer(incoming, token_ids, kind)
                 inputs = self._enter(incoming)
             if self.is_last:
-                return spread_nonfinite(self._loss(labels, num_items, inputs | model_inputs))
+                return spread_nonfinite(self._loss(labels, num_items, inputs | model_inputs, loss_inputs))
             # The boundaries stay outside: their sums and codes keep the precision that they ask for.
             with self.autocast():
                 self.model(**inputs, **model_inputs, use_cache=False)
@@ -169,15 +173,15 @@ class StageModule(nn.Module):
         shape = (*incoming.shape[:-1], self.layout.embedding_size)
         return {"inputs_embeds": incoming.new_zeros(shape)}
 
-    def _loss(self, labels: torch.Tensor, num_items: torch.Tensor, inputs: dict) -> torch.Tensor:
+    def _loss(self, labels: torch.Tensor, num_items: torch.Tensor, inputs: dict, extra: dict) -> torch.Tensor:
         divisor = num_items.squeeze()
         # A loss function of its own gets the output of a model that saw no labels, as Trainer's gets it.
-        ours = {} if self.loss_function else {"labels": labels, "num_items_in_batch": divisor}
+        ours = {} if self.loss_function else {"labels": labels, "num_items_in_batch": divisor, **extra}
         with self.autocast():
             output = self.model(**inputs, **ours, use_cache=False)
         if self.on_output is not None:
             self.on_output(output)
-        return self.loss_function(output, labels, divisor) if self.loss_function else output.loss
+        return self.loss_function(output, labels, divisor, **extra) if self.loss_function else output.loss
 
     @contextlib.contextmanager
     def _view(self) -> Iterator[None]:
@@ -239,27 +243,28 @@ class StageModule(nn.Module):
 
         return self._probe(run)
 
-    def loss_fault(self) -> str | None:
-        """Why the last chunk's loss cannot be summed over microbatches, found by running four tokens; None if it can.
+    def loss_fault(self, num_rows: int = 1) -> str | None:
+        """Why the last chunk's loss cannot be summed over microbatches, found by running rows of four tokens; None if it
+        can.
 
         Microbatches, replicas and accumulation steps add up to the loss of the whole batch only if each is the sum of
         its tokens' losses divided by `num_items_in_batch`, and nothing else: then twice the items give half the loss.
         """
         try:
-            labels = torch.zeros(1, 4, dtype=torch.long, device=next(self.model.parameters()).device)
+            labels = torch.zeros(num_rows, 4, dtype=torch.long, device=next(self.model.parameters()).device)
             items = torch.ones_like(labels[0, :1])
-            once = float(self._probe(lambda inputs: self._loss(labels, items, inputs).detach()))
-            twice = float(self._probe(lambda inputs: self._loss(labels, 2 * items, inputs).detach()))
+            once = float(self._probe(lambda inputs: self._loss(labels, items, inputs, {}).detach(), num_rows))
+            twice = float(self._probe(lambda inputs: self._loss(labels, 2 * items, inputs, {}).detach(), num_rows))
         except Exception as error:  # whatever the model's or a person's own code raises
             return f"it raises {type(error).__name__}: {error}"
         if math.isfinite(once) and abs(once - 2 * twice) > LOSS_TOLERANCE * abs(once):
             return f"with num_items_in_batch=1 it is {once:.6g}, with 2 it is {twice:.6g} and not half of that"
         return None
 
-    def _probe(self, run: Callable[[dict], torch.Tensor]) -> torch.Tensor:
-        """Calls `run` with the inputs of four tokens, in evaluation mode, and checks the shape at the entry."""
+    def _probe(self, run: Callable[[dict], torch.Tensor], num_rows: int = 1) -> torch.Tensor:
+        """Calls `run` with the inputs of rows of four tokens, in evaluation mode, and checks the shape at the entry."""
         device = next(self.model.parameters()).device
-        shape = (1, 4, self.layout.hidden_size)
+        shape = (num_rows, 4, self.layout.hidden_size)
         arrived = []
         first = self._views[str(self.span.start)]
         hook = first.register_forward_pre_hook(
@@ -272,7 +277,7 @@ class StageModule(nn.Module):
             self.model.eval()
             with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._view():
                 if self.is_first:
-                    inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.long, device=device)}
+                    inputs = {"input_ids": torch.zeros(num_rows, 4, dtype=torch.long, device=device)}
                 else:
                     inputs = self._enter(torch.ones(shape, dtype=self.dtype, device=device))
                 leaving = run(inputs)
@@ -282,22 +287,3 @@ class StageModule(nn.Module):
         if list(arrived[0]) != list(shape) or (not self.is_last and list(leaving.shape) != list(shape)):
             raise RuntimeError(f"hidden state of shape {list(arrived[0])} where {list(shape)} was expected")
         return leaving
-
-
-def used_parameters(stage: StageModule, names: list[str]) -> list[str]:
-    """Which of the model's parameters take part in what leaves the chunk."""
-    parameters = dict(stage.model.named_parameters(remove_duplicate=False))
-    frozen = [parameters[name] for name in names if not parameters[name].requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        if not names:
-            return []
-        leaving = stage.probe()
-        if not leaving.requires_grad:
-            return []
-        gradients = torch.autograd.grad(leaving.sum(), [parameters[name] for name in names], allow_unused=True)
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-    return [name for name, gradient in zip(names, gradients) if gradient is not None]

@@ -30,7 +30,7 @@ def test_help_prints_and_describes_every_field_of_ours():
         assert field.name in inherited or len(field.metadata["help"]) > 20, f"{field.name} has no help text"
 
 
-@pytest.mark.parametrize("name", ["finetune_gsm8k.py", "finetune_lora.py", "sft.py"])
+@pytest.mark.parametrize("name", ["finetune_gsm8k.py", "finetune_lora.py", "sft.py", "dpo.py"])
 def test_examples_stay_short(name):
     assert len((ROOT / "examples" / name).read_text().splitlines()) < 150
 

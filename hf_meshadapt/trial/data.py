@@ -1,0 +1,86 @@
+"""Rows for a trial, out of a file, a folder or a data set of the Hub, split into rows to train on and rows held out."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from datasets import Dataset, load_dataset
+
+# What a row may be made of, in order of preference; TRL's SFTTrainer knows them all.
+FORMS: tuple[tuple[str, ...], ...] = (("messages",), ("prompt", "completion"), ("text",))
+BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "parquet"}
+
+
+def load_rows(
+    source: str, config: str | None = None, split: str = "train", num_rows: int | None = None, seed: int = 0
+) -> Dataset:
+    """The rows of one split, with the columns of one of `FORMS`.
+
+    Args:
+        source: a file (`BUILDERS` by its suffix), a folder of such files, or the name of a data set on the Hub. A text
+            file gives a row for every line that is not empty.
+        config: of a data set of the Hub.
+        num_rows: at most so many, drawn by `seed`.
+
+    Raises:
+        ValueError: nothing there, no such split, or none of the forms.
+    """
+    path = Path(source)
+    if path.is_file():
+        if path.suffix not in BUILDERS:
+            raise ValueError(f"--data={source}: cannot be read as {path.suffix or 'what it is'}; give {_known()}")
+        dataset = load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train")
+    elif path.is_dir():
+        if not any(file.suffix in BUILDERS for file in path.rglob("*")):
+            raise ValueError(f"--data={source}: the folder has no data; put {_known()} there")
+        dataset = load_dataset(source, split=split)
+    else:
+        try:
+            dataset = load_dataset(source, config, split=split)
+        except (FileNotFoundError, ConnectionError) as error:
+            raise ValueError(
+                f"--data={source}: neither a file or folder here, nor a data set that could be loaded from the Hub "
+                f"({error}). Look at the spelling and the connection"
+            ) from error
+    form = form_of(dataset.column_names, source)
+    dataset = dataset.select_columns(list(form))
+    if num_rows is not None and len(dataset) > num_rows:
+        dataset = dataset.shuffle(seed).select(range(num_rows))
+    return dataset.filter(lambda row: all(row[name] for name in form))
+
+
+def _known() -> str:
+    return "a " + ", ".join(BUILDERS) + " file"
+
+
+def form_of(columns: list[str], source: str) -> tuple[str, ...]:
+    """The first of `FORMS` that the columns have.
+
+    Raises:
+        ValueError: none of them.
+    """
+    for form in FORMS:
+        if set(form) <= set(columns):
+            return form
+    forms = ", ".join(" with ".join(form) for form in FORMS)
+    raise ValueError(f"--data={source} has columns {', '.join(columns)}: need {forms}. Rename yours")
+
+
+def hold_out(dataset: Dataset, num_held_out: int) -> tuple[Dataset, Dataset]:
+    """Rows to train on and rows held out, by the hash of each row's content: equal rows fall on the same side.
+
+    Args:
+        num_held_out: at most so many, and at most a fifth of all rows.
+
+    Raises:
+        ValueError: fewer than two different rows.
+    """
+    digests = [hashlib.blake2b(repr(row).encode(), digest_size=8).hexdigest() for row in dataset]
+    distinct = sorted(set(digests))
+    if len(distinct) < 2:
+        raise ValueError(f"the data set has {len(distinct)} different rows: give at least 2, one of them to hold out")
+    chosen = set(distinct[: min(num_held_out, max(1, len(distinct) // 5))])
+    held_out = [index for index, digest in enumerate(digests) if digest in chosen]
+    training = [index for index, digest in enumerate(digests) if digest not in chosen]
+    return dataset.select(training), dataset.select(held_out)
