@@ -68,6 +68,24 @@ class Agreements:
                 dist.all_reduce(tensor, group=self.groups.replica_control)
         return tensor
 
+    def gather_over_replicas(self, mine: torch.Tensor) -> torch.Tensor:
+        """Small CPU tensors (...) of this stage's replicas in order, (replicas, ...); of one in the emulated mesh."""
+        if self.groups is None:
+            return mine[None]
+        return self._gather(mine, self.groups.replica_control, "the other replicas' figures from", self._replicas)
+
+    def gather_over_stages(self, mine: torch.Tensor) -> torch.Tensor:
+        """Small CPU tensors (...) of this pipeline's stages in order, (stages, ...); of one in the emulated mesh."""
+        if self.groups is None:
+            return mine[None]
+        return self._gather(mine, self.groups.control, "the other stages' figures from", self._pipeline)
+
+    def _gather(self, mine: torch.Tensor, group: dist.ProcessGroup, awaited: str, ranks: list[int]) -> torch.Tensor:
+        gathered = [torch.empty_like(mine) for _ in ranks]
+        with self._waiting(awaited, ranks):
+            dist.all_gather(gathered, mine, group=group)
+        return torch.stack(gathered)
+
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gives every stage of the pipeline the last stage's small CPU tensor."""
         if self.groups is not None and self.mesh.num_chunks > 1:

@@ -220,6 +220,7 @@ class DataParallelConfig:
         overlap_steps: streaming_diloco: optimizer steps between the sending of a fragment and its outer step.
         mixing: streaming_diloco: share of a replica's own weights in what it goes on with.
         chunk_bytes: streaming_diloco: pieces in which a fragment travels.
+        check_every: optimizer steps between two comparisons of what replicas must hold alike; None: never.
     """
 
     sync: str = "allreduce"
@@ -233,6 +234,7 @@ class DataParallelConfig:
     overlap_steps: int = 0
     mixing: float = 0.0
     chunk_bytes: int = 256 * 1024
+    check_every: int | None = None
 
     @property
     def steps_apart(self) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .calibration import calibrate
 from .config import BoundaryConfig, DataParallelConfig, MeshConfig
+from .drift import DriftCheck
 from .fingerprints import Fingerprint, model_fingerprint, refuse_differences
 from .ledger import Ledger
 from .memory import RankWeights
@@ -146,6 +147,8 @@ class MeshEngine(PipelineGradients):
             self.parts.take_adapter(self._adapter)
         self._take_loss(loss_function, rows_per_example)
         self.replication = Replication(self.data_parallel, self.mesh, self.groups, self.parts)
+        self.drift = DriftCheck(self, self.replication.synchronizer, self.data_parallel.check_every)
+        self.sync_cost = self.replication.cost(self.topology.describe())
         group, synchronizer = self.replication.ddp_group, self.replication.synchronizer
         sync = {"data_parallel_group": group, "synchronizer": synchronizer, "rows_per_example": rows_per_example}
         run = (self.parts, self.mesh, self.boundary, device)
@@ -219,6 +222,9 @@ class MeshEngine(PipelineGradients):
         steps = (self.waiter.step or 0) + 1
         with self._waiting("the other replicas' weights from", self._replicas):
             self.replication.synchronizer.end_step(final=steps == self.num_steps)
+        self.drift.end_step(steps)
+        if warning := self.sync_cost.end_step():
+            logger.warning(warning)
         self.step_meter.end_step()
         self.waiter.step = steps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Measured on gloo of torch 2.13 (tests/distributed/test_metering.py): every message, whatever its size, costs two
 # 48-byte headers of its sender and one of its receiver. The meter sees the receiver's on the way back.
@@ -32,6 +32,11 @@ class LinkBytes:
     messages: float
     boundary: int | None = None
     direction: str | None = None
+
+
+def spread_over(num_steps: int, link: LinkBytes) -> LinkBytes:
+    """A step's share of what a link carries every so many steps."""
+    return replace(link, bytes=link.bytes / num_steps, messages=link.messages / num_steps)
 
 
 def all_reduce_links(axis: str, ranks: list[int], size_bytes: int) -> Iterator[LinkBytes]:

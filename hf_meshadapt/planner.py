@@ -14,7 +14,7 @@ from hf_meshadapt.anchor.schedule import AnchorTraffic
 from hf_meshadapt.config import BoundaryConfig, DataParallelConfig, MeshConfig
 from hf_meshadapt.data_parallel.sizes import Shape
 from hf_meshadapt.link_bytes import GLOO_MESSAGE_BYTES, LinkBytes, all_gather_links, all_reduce_links
-from hf_meshadapt.sync_plan import low_rank_messages, message_links, sync_links
+from hf_meshadapt.sync_plan import check_links, low_rank_messages, message_links, sync_links
 
 PLAN_AXES = ("pipeline", "tied", "data_parallel", "anchor", "control")
 
@@ -279,6 +279,10 @@ def _control(mesh: MeshConfig, sync: DataParallelConfig, anchored: bool) -> Iter
         yield from all_reduce_links("control", ranks, count_bytes)
         if sync.steps_apart:  # whose norms differ, and are averaged for the logs
             yield from all_reduce_links("control", ranks, MEAN_NORM_BYTES)
+    if sync.check_every:
+        pipelines = [_pipeline_ranks(mesh, replica) for replica in range(mesh.replicas)]
+        replicas = [_data_parallel_ranks(mesh, stage) for stage in range(mesh.stages)]
+        yield from check_links(pipelines, replicas, sync.check_every)
 
 
 def _anchor(mesh: MeshConfig, plan: AnchorPlan) -> Iterator[LinkBytes]:

@@ -16,6 +16,7 @@ from .gradients import sum_tied
 from .mesh import MeshGroups
 from .pipeline.assembly import ModelParts
 from .pipeline.local_replicas import LocalReplicas
+from .sync_cost import SyncCost, rank_bytes, whole
 
 SYNCHRONIZERS: dict[str, type[GradientSynchronizer]] = {
     "allreduce": AllReduce,
@@ -79,6 +80,15 @@ class Replication:
             if copy.grad is None:
                 copy.grad = torch.zeros_like(copy)
             dist.all_reduce(copy.grad, group=self.groups.tied)
+
+    def cost(self, where: str) -> SyncCost:
+        """Watches whether what the synchronizer saves is worth its time; `where` names this rank."""
+        exchange, parts = self.synchronizer.exchange, self.synchronizer.parts().values()
+        value_bytes = max((p.element_size() for _, p in self.parts.named_trainable()), default=4)
+        shapes = [part for parts_of_stage in parts for part in parts_of_stage]
+        syncs = (whole(self.config) or self.config, self.config)
+        dense, coded = (rank_bytes(shapes, sync, exchange.num_replicas, value_bytes) for sync in syncs)
+        return SyncCost(self.config, exchange.clock, dense - coded, where)
 
     def restart(self) -> None:
         """Forgets what was remembered of earlier steps; the model's weights, the same on all replicas, are the start."""

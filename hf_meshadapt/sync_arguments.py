@@ -102,13 +102,28 @@ class SyncArguments:
         },
     )
 
+    check_replicas_every: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps after which replicas, and the copies of a tied embedding, are compared bit for bit by "
+            "a hash of what they must hold alike; the run ends where they differ, and says where. Reads all weights on the "
+            "CPU, so take a hundred steps or more for large models. Default: never."
+        },
+    )
+
     def _resolve_sync(self) -> None:
         """Refuses what would have no effect and fills in the rest; replicas are known by then."""
         if self.dp_sync not in DP_SYNCS:
             raise user_error("dp_sync", self.dp_sync, "not a known choice", f"Use one of: {', '.join(DP_SYNCS)}")
-        if self.dp_sync != "allreduce" and self.data_parallel_replicas < 2:
+        alone = self.data_parallel_replicas < 2 and not self.runs_anchor  # which has the fast circuit's arguments
+        if self.dp_sync != "allreduce" and alone:
             raise user_error(
                 "dp_sync", self.dp_sync, "has no effect with one replica: there is nothing to synchronise",
+                "Launch two replicas or more, or leave it unset",
+            )  # fmt: skip
+        if self.check_replicas_every is not None and alone:
+            raise user_error(
+                "check_replicas_every", self.check_replicas_every, "has no effect with one replica",
                 "Launch two replicas or more, or leave it unset",
             )  # fmt: skip
         for name, (syncs, default) in SYNC_FIELDS.items():
@@ -130,7 +145,7 @@ class SyncArguments:
         return default
 
     def _check_sync(self) -> None:
-        for name in ("matrix_rank", "sync_every", "num_fragments", "sync_chunk_bytes"):
+        for name in ("matrix_rank", "sync_every", "num_fragments", "sync_chunk_bytes", "check_replicas_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise user_error(name, value, "must be at least 1", "Use 1 or more, or leave it unset")
@@ -161,6 +176,10 @@ class SyncArguments:
             )  # fmt: skip
 
     def data_parallel_config(self) -> DataParallelConfig:
+        """The anchor circuit has one model, and nothing to synchronise."""
+        if self.runs_anchor:
+            return DataParallelConfig()
         given = {name: getattr(self, name) for name in SYNC_FIELDS}
         given["chunk_bytes"] = given.pop("sync_chunk_bytes")
+        given["check_every"] = self.check_replicas_every
         return DataParallelConfig(self.dp_sync, **{name: value for name, value in given.items() if value is not None})

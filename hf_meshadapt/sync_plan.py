@@ -8,8 +8,10 @@ from dataclasses import replace
 
 from hf_meshadapt.config import WIRE_DTYPE_BYTES, DataParallelConfig
 from hf_meshadapt.data_parallel.sizes import Shape, int8_bytes, powersgd_values
-from hf_meshadapt.link_bytes import LinkBytes, all_gather_links, all_reduce_links
+from hf_meshadapt.link_bytes import LinkBytes, all_gather_links, all_reduce_links, spread_over
 
+# Of a comparison of what replicas must hold alike: a hash; whether it differs, and a hash of a tied copy.
+REPLICA_CHECK_BYTES, STAGE_CHECK_BYTES = 8, 16
 # (collective, bytes of each replica): `reduce` or `gather`
 Message = tuple[str, int]
 
@@ -61,6 +63,16 @@ def sync_links(ranks: list[int], parts: Iterable[Iterable[Shape]], sync: DataPar
     """
     messages = [message for shapes in parts for message in sync_messages(tuple(shapes), sync)]
     for link in message_links("data_parallel", ranks, messages):
-        if sync.sync_every > 1:
-            link = replace(link, bytes=link.bytes / sync.sync_every, messages=link.messages / sync.sync_every)
-        yield link
+        yield spread_over(sync.sync_every, link) if sync.sync_every > 1 else link
+
+
+def check_links(pipelines: list[list[int]], replicas: list[list[int]], check_every: int) -> Iterator[LinkBytes]:
+    """What comparing what replicas must hold alike sends per optimizer step.
+
+    Args:
+        pipelines: ranks of every replica.
+        replicas: ranks of every stage.
+    """
+    for groups, size_bytes in ((pipelines, STAGE_CHECK_BYTES), (replicas, REPLICA_CHECK_BYTES)):
+        for ranks in groups:
+            yield from (spread_over(check_every, link) for link in all_gather_links("control", ranks, size_bytes))

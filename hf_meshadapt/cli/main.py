@@ -10,7 +10,7 @@ import sys
 
 import hf_meshadapt
 
-from . import environment, evaluate, launch, merge, publish, trial
+from . import diagnose, environment, evaluate, launch, merge, publish, trial
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hf_meshadapt {hf_meshadapt.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (launch, trial, environment, evaluate, merge, publish):
+    for module in (launch, trial, environment, diagnose, evaluate, merge, publish):
         module.add_commands(commands)
     return parser
 

@@ -84,6 +84,10 @@ class GradientSynchronizer:
         """Within it the model has the weights that the replicas last agreed on, where they step apart."""
         return contextlib.nullcontext()
 
+    def agreed(self) -> dict[str, Tensor]:
+        """By name, what all replicas must hold bit for bit between steps: the weights, or the outer model's."""
+        return {name: p.detach() for chunk in self.chunks.values() for name, p in chunk.parameters.items()}
+
     def restart(self) -> None:
         """Starts anew from the weights that the model now has, the same on all replicas."""
 

@@ -113,6 +113,9 @@ class DiLoCo(GradientSynchronizer):
             for name, parameter in self.parameters.items():
                 parameter.data = held[name]
 
+    def agreed(self) -> dict[str, Tensor]:
+        return self.outer
+
     @torch.no_grad()
     def restart(self) -> None:
         for name, parameter in self.parameters.items():
@@ -164,9 +167,10 @@ class DiLoCo(GradientSynchronizer):
 
     def _average(self, fragment: int, gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         averages = {}
-        for wire in self.wires[fragment]:
-            parts = [{name: mine[name] for name in wire.shapes} for mine in gradients]
-            averages |= wire.aggregate(parts, self.exchange)
+        with self.exchange.clock.synchronising():
+            for wire in self.wires[fragment]:
+                parts = [{name: mine[name] for name in wire.shapes} for mine in gradients]
+                averages |= wire.aggregate(parts, self.exchange)
         return averages
 
     @torch.no_grad()

@@ -61,12 +61,16 @@ class PowerSGDSynchronizer(GradientSynchronizer):
             self._aggregators[index] = PowerSGD(shapes, config.matrix_rank, dtype, exchange.num_local, device)
 
     def hook(self, chunk: int) -> Callable:
-        aggregator, parameters = self._aggregators[chunk], self.chunks[chunk].parameters
-        return BucketHook(parameters, lambda gradients: aggregator.aggregate([gradients], self.exchange)).on_bucket
+        return BucketHook(
+            self.chunks[chunk].parameters, lambda gradients: self._aggregate(chunk, [gradients])
+        ).on_bucket
+
+    def _aggregate(self, chunk: int, gradients: list[Gradients]) -> dict[str, Tensor]:
+        with self.exchange.clock.synchronising():
+            return self._aggregators[chunk].aggregate(gradients, self.exchange)
 
     def average(self, chunk: int, gradients: list[Gradients]) -> Gradients:
-        parameters = self.chunks[chunk].parameters
-        averages = self._aggregators[chunk].aggregate(gradients, self.exchange)
+        parameters, averages = self.chunks[chunk].parameters, self._aggregate(chunk, gradients)
         return {name: average.to(parameters[name].dtype) for name, average in averages.items()}
 
     def restart(self) -> None:

@@ -20,7 +20,7 @@ from tests.equality import tiny_model
 from tests.unit.test_card import RECORD
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("launch", "try", "env", "eval", "merge", "push", "card")
+COMMANDS = ("launch", "try", "env", "diagnose", "eval", "merge", "push", "card")
 
 
 def test_help_is_light():

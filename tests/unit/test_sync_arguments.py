@@ -38,6 +38,8 @@ REFUSED = [
     ({**STREAMING, "num_fragments": 31}, "num_fragments=31", "raise sync_every"),
     ({**STREAMING, "overlap_steps": 10}, "overlap_steps=10", "raise sync_every"),
     ({**STREAMING, "overlap_steps": -1}, "overlap_steps=-1", "Lower it"),
+    ({"check_replicas_every": 10}, "check_replicas_every=10", "Launch two replicas"),
+    ({**TWO, "check_replicas_every": 0}, "check_replicas_every=0", "Use 1 or more"),
     ({**STREAMING, "sync_chunk_bytes": 0}, "sync_chunk_bytes=0", "Use 1 or more"),
 ]
 
@@ -52,6 +54,7 @@ def test_wrong_values_are_refused_with_field_value_and_remedy(make, fields, name
 def test_defaults(make):
     assert make().data_parallel_config() == DataParallelConfig()
     assert make(**POWERSGD).data_parallel_config() == DataParallelConfig("powersgd")
+    assert make(**TWO, check_replicas_every=10).data_parallel_config() == DataParallelConfig(check_every=10)
     assert make(**DILOCO).data_parallel_config() == DataParallelConfig("diloco", sync_every=30)
     streaming = make(**STREAMING).data_parallel_config()
     expected = DataParallelConfig("streaming_diloco", sync_every=30, num_fragments=3, overlap_steps=5, mixing=0.5)
@@ -62,3 +65,9 @@ def test_defaults(make):
 def test_defaults_of_fragments_fit_short_rounds(make, every, fragments, overlap):
     config = make(**STREAMING, sync_every=every).data_parallel_config()
     assert (config.num_fragments, config.overlap_steps) == (fragments, overlap)
+
+
+def test_the_anchor_circuit_takes_the_fast_circuits_arguments(make, monkeypatch):
+    monkeypatch.setenv("HF_MESHADAPT_ANCHOR_SECRET", "a secret of the tests")
+    anchor = dict(anchor=True, circuit="anchor", fast_endpoint="127.0.0.1:29600")
+    assert make(**anchor, dp_sync="powersgd", check_replicas_every=5).data_parallel_config() == DataParallelConfig()

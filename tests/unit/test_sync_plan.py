@@ -106,6 +106,11 @@ def test_replicas_that_step_apart_agree_on_a_norm_too():
     assert extra == 2 * 2 * 8  # two stages, two replicas, a float64
 
 
+def test_comparing_replicas_sends_hashes_now_and_then():
+    unchecked, checked = (plan_of(sync="powersgd", **more).axis_bytes("control") for more in ({}, {"check_every": 10}))
+    assert 10 * (checked - unchecked) == pytest.approx(2 * 2 * (8 + 16))  # two stages, two replicas
+
+
 def test_shapes_are_needed_of_every_stage():
     model = ModelShape(hidden_size=8, vocab_size=10, num_layers=2, chunk_parameters=(1, 1))
     with pytest.raises(ValueError, match="sync_parts has 0 entries"):

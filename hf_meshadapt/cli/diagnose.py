@@ -1,0 +1,122 @@
+"""`meshadapt diagnose`: whether an anchor's priors can help a model on some data, measured on one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .options import add_command
+
+
+def add_commands(commands) -> None:
+    command = add_command(
+        commands,
+        "diagnose",
+        run,
+        "measure whether gradients of a model are of low rank, how fast they age, and what boundaries leave of them",
+        "meshadapt diagnose HuggingFaceTB/SmolLM2-135M-Instruct --data train.jsonl --out runs/diagnosis",
+    )
+    command.add_argument("model", metavar="MODEL", help="name or folder of a causal language model")
+    command.add_argument(
+        "--data", type=Path, required=True, metavar="FILE", help="text (.txt), or JSON lines (.jsonl) with a text each"
+    )
+    command.add_argument("--field", default="text", help="JSON lines: key of the text (default: %(default)s)")
+    command.add_argument("--out", type=Path, metavar="DIR", help="write diagnosis.json and diagnosis.png there, too")
+    command.add_argument(
+        "--from-scratch", action="store_true", help="begin with new weights instead of the model's own"
+    )
+    command.add_argument("--length", type=int, default=128, help="tokens per row at most (default: %(default)s)")
+    command.add_argument("--rows", type=int, default=4, help="rows of a batch (default: %(default)s)")
+    command.add_argument("--stages", type=int, default=2, help="pipeline stages (default: %(default)s)")
+    command.add_argument("--anchors", type=int, default=4, help="anchor gradients to take (default: %(default)s)")
+    command.add_argument("--anchor-every", type=int, default=5, help="steps between two (default: %(default)s)")
+    command.add_argument("--learning-rate", type=float, default=2e-5, help="of the steps (default: %(default)s)")
+    command.add_argument("--mask-ratio", type=float, default=0.95, help="of random masks (default: %(default)s)")
+    command.add_argument("--prior-rank", type=int, default=64, help="rank of the prior (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of data order and masks (default: %(default)s)")
+
+
+def run(args) -> int:
+    texts = read_texts(args.data, args.field)  # before what takes long to import
+
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, set_seed
+
+    from ..diagnosing import DiagnosisOptions, diagnose, draw
+
+    options = DiagnosisOptions(
+        stages=args.stages, rows=args.rows, num_anchors=args.anchors, anchor_every=args.anchor_every,
+        learning_rate=args.learning_rate, mask_ratio=args.mask_ratio, prior_rank=args.prior_rank, seed=args.seed,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    rows = token_rows(texts, tokenizer, args.length)
+    set_seed(args.seed)
+    if args.from_scratch:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model)).float()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=8)
+    figures = diagnose(model, rows, collator, options)
+    print(describe(figures))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "diagnosis.json").write_text(json.dumps(vars(args) | figures, indent=1, default=str) + "\n")
+        draw(figures, args.out / "diagnosis.png")
+    return 0
+
+
+def read_texts(path: Path, field: str) -> list[str]:
+    """The rows of JSON lines, or a whole text as one.
+
+    Raises:
+        ValueError: no such key in a row, or nothing to read.
+    """
+    if path.suffix not in (".jsonl", ".json"):
+        texts = [path.read_text()]
+    else:
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise ValueError(f"--field={field}: row {number} of {path} has no such text ({found}). Name another")
+        texts = [row[field] for row in rows]
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"--data={path}: there is no text in it. Give at least one row")
+    return texts
+
+
+def token_rows(texts: list[str], tokenizer, length: int) -> list[dict]:
+    """Rows of at most `length` tokens. Long texts are cut into several, what is left over is dropped where it is less than
+    half a row: the gradient of a few tokens has no more directions than these, and says nothing of the model.
+
+    Raises:
+        ValueError: `length` below 2, or nothing is left.
+    """
+    if length < 2:
+        raise ValueError(f"--length={length}: must be at least 2: a token is predicted from those before it. Try 128")
+    rows = []
+    for tokens in tokenizer(texts)["input_ids"]:
+        pieces = [tokens[start : start + length] for start in range(0, len(tokens), length)]
+        least = length / 2 if len(pieces) > 1 else 2
+        rows += [{"input_ids": piece} for piece in pieces if len(piece) >= least and len(piece) > 1]
+    if not rows:
+        raise ValueError("--data: no row has two tokens or more. Give longer texts")
+    return rows
+
+
+def describe(figures: dict) -> str:
+    """The figures as a table."""
+    lines = [f"{figures['num_matrices']} matrices; lower quartile, median and upper quartile over them", ""]
+    lines += [f"  {name:24}" + _three(values) for name, values in figures["matrices"].items()]
+    lines += ["", "cosine of anchor gradients, by optimizer steps between them", ""]
+    lines += [f"  {steps:<24}{value:8.3f}" for steps, value in figures["staleness"].items()]
+    head = "share of energy in prior's subspace", "cosine to uncoded", "to prior"
+    lines += ["", f"  {'boundary':24}{head[0]:>36}{head[1]:>20}{head[2]:>12}"]
+    for kind, row in figures["boundaries"].items():
+        cosines = f"{row['cosine_to_uncoded']:20.3f}{row['cosine_to_prior']:12.3f}"
+        lines.append(f"  {kind:24}{_three(row['share_in_prior']):>36}{cosines}")
+    return "\n".join(lines)
+
+
+def _three(values) -> str:
+    return "".join(f"{value:8.3f}" for value in values)
