@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from .calibration import calibrate
 from .config import BoundaryConfig, DataParallelConfig, MeshConfig
@@ -92,11 +91,8 @@ class MeshEngine(PipelineGradients):
         self._step_loss = torch.zeros(())  # of the optimizer step so far, where the last stage is here
 
     def _make_groups(self, launch: Fingerprint) -> MeshGroups:
-        def agree(group: dist.ProcessGroup) -> None:
-            refuse_differences(exchange_json(launch, group))
-
-        timeout_seconds = self.mesh.timeout_seconds
-        return MeshGroups(self.topology, self.mesh.wire_backend, timeout_seconds, self.sockets, agree, self._anchored)
+        mesh, agree = self.mesh, lambda group: refuse_differences(exchange_json(launch, group))
+        return MeshGroups(self.topology, mesh.wire_backend, mesh.timeout_seconds, self.sockets, agree, self._anchored)
 
     # Model -----------------------------------------------------------------------------------------------------------
 

@@ -28,8 +28,16 @@ from . import rans
 from .bits import read_bfloat16
 from .sensitivity import TokenSensitivity
 from .sequence_coder import split_tokens
-from .step_size import FINEST, expected_bits, expected_total, num_coded, smallest_step
-from .symbol_model import CLASS_UNITS, LARGEST, SMALLEST, UNITS, symbol_model
+from .step_size import (
+    FINEST,
+    class_of_spread,
+    expected_bits,
+    expected_total,
+    num_coded,
+    smallest_step,
+    units_within,
+)
+from .symbol_model import CLASS_UNITS, LARGEST, UNITS, symbol_model
 from .transform import TransformTables
 
 HEADER = np.dtype([("step", "<i2"), ("gain_base", "<i2"), ("gain_class", "u1"), ("state", "u1")])
@@ -286,19 +294,6 @@ def in_units(values: np.ndarray) -> np.ndarray:
     return np.round(UNITS * np.log2(values)).astype(np.int64)
 
 
-def units_within(bits: float, num_symbols: int) -> int:
-    """By how much the step may change, one at least, so that the code changes by no more than so many bits: a unit is
-    worth 1/64 bit a symbol at most."""
-    return max(1, int(bits * UNITS / num_symbols))
-
-
 def num_words(out: np.ndarray) -> int:
     """Words of a stream, its header left out."""
     return (len(out) - HEADER.itemsize) // 4
-
-
-def class_of_spread(symbols: np.ndarray) -> int:
-    """The table for gain symbols of this spread: index, never one that codes nothing."""
-    deviation = float(np.sqrt(np.mean(np.square(symbols, dtype=np.float64))))
-    k = round(UNITS / CLASS_UNITS * float(np.log2(max(deviation, 0.5))))
-    return min(max(k, 0), LARGEST) - SMALLEST

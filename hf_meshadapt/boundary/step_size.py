@@ -1,4 +1,4 @@
-"""How long a sequence's code is expected to be at a quantiser step, and the smallest step that fits.
+"""How long a sequence's code is expected to be at a quantiser step, the smallest step that fits, and the gains' table.
 
 Everything is in units of 1/64 octave. A token's *level* is its gain less its own step's offset: what counts for its bits
 is the level less the step that all tokens share.
@@ -51,3 +51,16 @@ def num_coded(scales: np.ndarray, level: int) -> int:
     """Leading components that a token codes at this level less step; scales descend."""
     least = SMALLEST * CLASS_UNITS - CLASS_UNITS // 2 - level
     return int(np.searchsorted(-scales, -least, side="right"))
+
+
+def units_within(bits: float, num_symbols: int) -> int:
+    """By how much the step may change, one at least, so that the code changes by no more than so many bits: a unit is
+    worth 1/64 bit a symbol at most."""
+    return max(1, int(bits * UNITS / num_symbols))
+
+
+def class_of_spread(symbols: np.ndarray) -> int:
+    """The table for gain symbols of this spread: index, never one that codes nothing."""
+    deviation = float(np.sqrt(np.mean(np.square(symbols, dtype=np.float64))))
+    k = round(UNITS / CLASS_UNITS * float(np.log2(max(deviation, 0.5))))
+    return min(max(k, 0), LARGEST) - SMALLEST
