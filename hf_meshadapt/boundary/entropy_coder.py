@@ -17,7 +17,6 @@ rate-distortion function, Goyal, Theoretical foundations of transform coding (20
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,13 +151,16 @@ class EntropySequenceCoder:
             packed[row, : len(whole)] = whole
             if layout.stream_bytes > HEADER.itemsize and len(layout.coded):
                 tasks.append((tokens, layout.offsets, packed[row, len(whole) : len(whole) + layout.stream_bytes]))
-        plans = in_parallel(self._plan, [(components[t], gains[t], offsets, out) for t, offsets, out in tasks])
+        # Not on threads: they would share the cores with torch's own, which spin for a while after every product.
+        plans = [self._plan(components[t], gains[t], offsets, out) for t, offsets, out in tasks]
         most = max((plan.num_coded for plan in plans if plan), default=0)
         if most > self.num_leading:
             rest = residual @ self.analysis[self.num_leading : most].T
             components = np.concatenate([components, rest.float().cpu().numpy()], axis=1)
         coded = components[:, :most]
-        in_parallel(self._write, [(plan, coded[t], o, out) for plan, (t, o, out) in zip(plans, tasks) if plan])
+        for plan, (t, offsets, out) in zip(plans, tasks):
+            if plan:
+                self._write(plan, coded[t], offsets, out)
         return torch.from_numpy(packed).to(hidden.device)
 
     @torch.no_grad()
@@ -176,7 +178,7 @@ class EntropySequenceCoder:
                 tasks.append((host[row, start : start + layout.stream_bytes], layout.offsets))
                 places.append(row * hidden.shape[1] + layout.coded)
         if tasks:
-            decoded = in_parallel(self._decode_tokens, tasks)
+            decoded = [self._decode_tokens(*task) for task in tasks]
             most = max(used for _, used in decoded)
             components = torch.from_numpy(np.concatenate([tokens[:, :most] for tokens, _ in decoded]))
             residual = components.to(hidden.device, self.synthesis.dtype) @ self.synthesis[:, :most].T
@@ -277,16 +279,6 @@ class EntropySequenceCoder:
             words, len(offsets), self.scales, int(header["step"]) + offsets, int(header["gain_base"]), gain_class,
             model.origins, model.bounds, model.starts, model.widths, model.values,
         )  # fmt: skip
-
-
-def in_parallel(function: Callable, tasks: list[tuple]) -> list:
-    """Calls `function` with every tuple of arguments, on as many threads as torch uses: what numba compiled lets go of
-    Python's lock. The threads live no longer than the call, so that a process can be forked after it."""
-    workers = min(len(tasks), torch.get_num_threads())
-    if workers < 2:
-        return [function(*task) for task in tasks]
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda task: function(*task), tasks))
 
 
 def in_units(values: np.ndarray) -> np.ndarray:
