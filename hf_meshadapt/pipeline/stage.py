@@ -18,7 +18,7 @@ from torch import nn
 from ..boundary.module import BoundaryReceive, BoundarySend
 from ..boundary.observer import Observer
 from ..gradients import spread_nonfinite
-from .layout import ForeignLayer, ModelLayout
+from .layout import ForeignLayer, ForeignMatrix, ModelLayout
 
 # Takes model output, labels (B, T), what to divide the summed loss by, and the batch's loss inputs by name; returns a
 # scalar.
@@ -80,6 +80,9 @@ class StageModule(nn.Module):
         self.loss_function: LossFunction | None = None  # the last chunk's, in place of the model's own loss
         self.on_output: Callable[[object], None] | None = None  # is shown the last chunk's output of every microbatch
         self._layers = (model.get_submodule(layout.layers),)
+        # Where the model holds the head for another chunk, this one computes no logits; in a tuple as `_held`.
+        has_idle_head = send is not None and layout.head is not None
+        self._idle_head = (ForeignMatrix(model.get_submodule(layout.head)),) if has_idle_head else ()
         self.dtype = next(model.parameters()).dtype
         self._set_view(returns_tuple=False)
         if receive is not None or send is not None:
@@ -187,10 +190,15 @@ class StageModule(nn.Module):
     def _view(self) -> Iterator[None]:
         layers = self._layers[0]
         resting, layers._modules = layers._modules, self._views
+        path, _, name = (self.layout.head or "").rpartition(".")
+        holder = self.model.get_submodule(path)._modules
+        heads = {name: holder[name]} if self._idle_head else {}
+        holder.update(zip(heads, self._idle_head))
         try:
             yield
         finally:
             layers._modules = resting
+            holder.update(heads)
             # Do not keep a microbatch's graph alive beyond its backward.
             for module in (self._entry, self._exit):
                 if module is not None:

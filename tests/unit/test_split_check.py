@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 
 import numpy as np
 import pytest
@@ -53,9 +52,7 @@ QUICK = ("llama", "gpt2", "opt", "mamba")
 )
 def test_real_sizes_are_shrunk(name, caplog):
     model = outline(name, **REAL.get(name, {}))
-    started = time.process_time()
-    check_split(model, MeshConfig(stages=4))
-    assert time.process_time() - started < 3  # typically a tenth of that
+    check_split(model, MeshConfig(stages=4))  # a real size would not fit in memory
     assert "not checked" not in caplog.text
 
 
