@@ -79,13 +79,14 @@ STUDY: dict[str, list[tuple[str, int, float, int, str]]] = {
     "ten_percent": [
         (name, 4, 1e-4, 0, "gsm8k") for name in ("transform_10_every_10", "subspace_10", "topk_10", "mask90_mean")
     ],
+    # On the corpus whose runs are short.
     "learning_rate": [
-        (name, 4, rate, 0, "gsm8k")
+        (name, 4, rate, 0, "kjv")
         for name in ("dense", "mask95_mean", "transform_5", "rotated_1bit", "topk_5", "subspace_5")
         for rate in (2e-4, 5e-5)
     ],
     "deep": [
-        (name, 8, 1e-4, seed, "gsm8k") for seed in (0, 1, 2) for name in ("transform_5", "rotated_1bit", "quantize_4bit")
+        (name, 8, 1e-4, seed, "gsm8k") for seed in (0, 1, 2) for name in ("quantize_4bit", "transform_5", "rotated_1bit")
     ],
     "remembering": [(name, 4, 1e-4, seed, "gsm8k_twice") for seed in (0, 1, 2) for name in REMEMBERING],
     "second_corpus": [

@@ -32,7 +32,6 @@ from .step_size import (
     class_of_spread,
     expected_bits,
     expected_total,
-    num_coded,
     smallest_step,
     units_within,
 )
@@ -53,14 +52,14 @@ class Layout:
     """One sequence: which tokens travel whole and which are coded.
 
     Attributes:
-        exact: positions that travel whole.
-        coded: positions of the others that are not padding.
+        exact: positions that travel whole, int64.
+        coded: positions of the others that are not padding, int64.
         offsets: (coded,) int64, of each token's step, in units.
         stream_bytes: left for header and stream; a whole number of words after the header.
     """
 
-    exact: Tensor
-    coded: Tensor
+    exact: np.ndarray
+    coded: np.ndarray
     offsets: np.ndarray
     stream_bytes: int
 
@@ -132,7 +131,8 @@ class EntropySequenceCoder:
         base None is zero."""
         layouts = self._layouts(kind, token_ids)
         width, length = self.hidden_size, hidden.shape[1]
-        places = torch.cat([row * length + layout.coded for row, layout in enumerate(layouts)]).to(hidden.device)
+        places = np.concatenate([row * length + layout.coded for row, layout in enumerate(layouts)])
+        places = torch.from_numpy(places).to(hidden.device)
         residual = hidden.reshape(-1, width)[places]
         if base is not None:
             residual -= base.reshape(-1, width)[places]
@@ -182,22 +182,23 @@ class EntropySequenceCoder:
             most = max(used for _, used in decoded)
             components = torch.from_numpy(np.concatenate([tokens[:, :most] for tokens, _ in decoded]))
             residual = components.to(hidden.device, self.synthesis.dtype) @ self.synthesis[:, :most].T
-            hidden.view(-1, self.hidden_size).index_add_(0, torch.cat(places).to(hidden.device), residual.float())
+            hidden.view(-1, self.hidden_size).index_add_(
+                0, torch.from_numpy(np.concatenate(places)).to(hidden.device), residual.float()
+            )
         return hidden
 
     def _layouts(self, kind: Tensor, token_ids: Tensor | None) -> list[Layout]:
-        kind = kind.cpu()
-        token_ids = torch.zeros_like(kind, dtype=torch.long) if token_ids is None else token_ids.cpu()
-        return [self._layout(*row) for row in zip(kind, token_ids)]
-
-    def _layout(self, kind: Tensor, token_ids: Tensor) -> Layout:
-        budget = self.sequence_bytes(len(kind))
-        exact, coded, left = split_tokens(kind, budget, self.hidden_size * 2, self.exact_first)
-        offsets = np.zeros(len(kind), dtype=np.int64)
+        kind = kind.cpu().numpy()
+        offsets = np.zeros(kind.shape, dtype=np.int64)
         if self.sensitivity is not None:
-            offsets = self.sensitivity.offsets(token_ids.numpy(), kind.numpy())
-        stream_bytes = max(0, left - HEADER.itemsize) // 4 * 4 + HEADER.itemsize
-        return Layout(exact, coded.nonzero().squeeze(1), offsets[coded.numpy()], stream_bytes)
+            ids = np.zeros(kind.shape, dtype=np.int64) if token_ids is None else token_ids.cpu().numpy()
+            offsets = self.sensitivity.offsets(ids, kind)
+        budget, layouts = self.sequence_bytes(kind.shape[1]), []
+        for row, offsets_of_row in zip(kind, offsets):
+            exact, coded, left = split_tokens(row, budget, self.hidden_size * 2, self.exact_first)
+            stream_bytes = max(0, left - HEADER.itemsize) // 4 * 4 + HEADER.itemsize
+            layouts.append(Layout(exact, coded, offsets_of_row[coded], stream_bytes))
+        return layouts
 
     def _plan(self, leading: np.ndarray, gains: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> Plan | None:
         """How to code a sequence by its leading components (N, leading) and its gains (N,) in classes; None where not
@@ -209,7 +210,9 @@ class EntropySequenceCoder:
         base = int(np.median(gains))
         gain_class = class_of_spread(gains - base)
         symbols = np.clip(gains - base, -model.reach[gain_class], model.reach[gain_class])
-        budget = 32.0 * (num_words(out) - 1) - model.bits[model.origins[gain_class] + symbols].sum()
+        budget = (
+            32.0 * (num_words(out) - rans.STATE_WORDS // 2) - model.bits[model.origins[gain_class] + symbols].sum()
+        )
         if budget < 0:
             return None
         gains = (base + symbols) * CLASS_UNITS
@@ -217,7 +220,7 @@ class EntropySequenceCoder:
         lowest = int(self.scales[0] + (gains - offsets).max()) - LARGEST * CLASS_UNITS
         step = self._choose_step(leading, gains, offsets, budget, lowest)
         finest = max(lowest, step - MARGIN)
-        coded = num_coded(self.scales, int((gains - offsets).max()) - finest)
+        coded = rans.num_coded(self.scales, int((gains - offsets).max()) - finest)
         return Plan(base, symbols, gain_class, budget, step, finest, coded)
 
     def _choose_step(
@@ -272,7 +275,7 @@ class EntropySequenceCoder:
         (header,) = stream[: HEADER.itemsize].copy().view(HEADER)
         words = stream[HEADER.itemsize :].copy().view("<u4").astype(np.uint32)
         gain_class = min(int(header["gain_class"]), len(model.origins) - 1)
-        if header["state"] != CODED or len(words) < 2:
+        if header["state"] != CODED or len(words) < rans.STATE_WORDS:
             value = np.nan if header["state"] == NOT_FINITE else 0.0
             return np.full((len(offsets), len(self.scales)), value, dtype=np.float32), len(self.scales)
         return rans.decode(

@@ -4,7 +4,11 @@ A sequence is one stream of 32-bit words. Coded in this order: every token's gai
 largest variance first, up to the first whose scale is too small to be coded at all. Symbols go in last to first, since
 what enters such a coder last leaves it first. Everything that chooses a table is a whole number.
 
-Source: Duda, Asymmetric numeral systems (arXiv 1311.2540); 64-bit state with 32-bit words as in Giesen's ryg_rans.
+Two states take turns, symbol by symbol, and share the words: a processor works on both at once. Helpers of the loops over
+symbols return one number each: numba is three times as slow where they return two.
+
+Sources: Duda, Asymmetric numeral systems (arXiv 1311.2540); 64-bit states with 32-bit words as in Giesen's ryg_rans;
+two of them as in Giesen, Interleaved entropy coders (arXiv 1402.3392).
 
 Arrays below: y (N, C) float32 components; scales (C,) int64 descending, gains (N,) and steps (N,) int64, all in units of
 1/64 octave, gains whole multiples of a class; origins ... bounds of `symbol_model.SymbolModel`.
@@ -17,9 +21,13 @@ import numpy as np
 
 from .symbol_model import BUCKET_BITS, CLASS_UNITS, LARGEST, PRECISION, ROUNDING, SMALLEST, UNITS
 
-LOW = 1 << 31  # the state lies in [LOW, LOW << 32)
-WORD_MASK = (1 << 32) - 1
-MASK = (1 << PRECISION) - 1
+# Unsigned, all that meets a state: numba divides whole numbers that may be negative several times as slowly.
+WORD, SHIFT, ONE = np.uint64(32), np.uint64(PRECISION), np.uint64(1)
+LOW = np.uint64(1 << 31)  # a state lies in [LOW, LOW << 32)
+MOST_PER_WIDTH = np.uint64(1 << 31 >> PRECISION << 32)
+WORD_MASK = np.uint64((1 << 32) - 1)
+MASK = np.uint64((1 << PRECISION) - 1)
+STATE_WORDS = 4  # two states
 HALF_CLASS = CLASS_UNITS // 2
 
 
@@ -47,6 +55,22 @@ def quantise(value: float, per_step: float, reach: int) -> int:
 
 
 @compiled
+def entry_of(value: float, ratio: int, per_step: float, origins, reach) -> int:
+    """Where the symbol of a value stands in the tables, given the ratio of its scale to the step in units."""
+    k = class_of(ratio)
+    return origins[k] + quantise(value, per_step, reach[k])
+
+
+@compiled
+def num_coded(scales, level: int) -> int:
+    """Leading components that a token codes at this level less step."""
+    count = 0
+    while count < len(scales) and class_of(scales[count] + level) >= 0:
+        count += 1
+    return count
+
+
+@compiled
 def count_bits(y, scales, gains, steps, origins, reach, bits) -> float:
     """Length in bits of the codes of all components, gains left out."""
     total = 0.0
@@ -61,21 +85,15 @@ def count_bits(y, scales, gains, steps, origins, reach, bits) -> float:
 
 
 @compiled
-def push(state: int, start: int, width: int, words, position: int) -> tuple[int, int]:
-    """Adds a symbol of range [start, start + width); state and the first word in use, which is below 2 when they ran
-    out."""
-    if state >= (LOW >> PRECISION << 32) * width:
-        position -= 1
-        if position >= 2:
-            words[position] = state & WORD_MASK
-        state >>= 32
+def with_symbol(state, start, width):
+    """A state with room for it, a symbol of range [start, start + width) added."""
     quotient = state // width
-    return (quotient << PRECISION) + state - quotient * width + start, position
+    return (quotient << SHIFT) + (state - quotient * width) + start
 
 
 @compiled
 def encode(y, scales, gains, steps, gain_symbols, gain_class, origins, reach, starts, widths, words) -> int:
-    """Codes a sequence into the end of `words` (uint32).
+    """Codes a sequence into the end of `words` (uint32, at least `STATE_WORDS`).
 
     Args:
         gain_symbols: (N,) int64, gains in classes, less the sequence's own; within the reach of their class.
@@ -85,34 +103,34 @@ def encode(y, scales, gains, steps, gain_symbols, gain_class, origins, reach, st
         Index of the first word in use; -1 where they do not suffice.
     """
     tokens, components = y.shape
-    position, state = len(words), LOW
-    if position < 2:
-        return -1
-    for n in range(tokens - 1, -1, -1):
-        per_step = 2.0 ** (-steps[n] / UNITS)
-        level = gains[n] - steps[n]
-        count = 0
-        while count < components and class_of(scales[count] + level) >= 0:
+    entries = np.empty(tokens * (components + 1), dtype=np.int64)
+    count = tokens
+    for n in range(tokens):
+        entries[n] = origins[gain_class] + gain_symbols[n]
+        per_step, level = 2.0 ** (-steps[n] / UNITS), gains[n] - steps[n]
+        for c in range(min(num_coded(scales, level), components)):
+            entries[count] = entry_of(y[n, c], scales[c] + level, per_step, origins, reach)
             count += 1
-        for c in range(count - 1, -1, -1):
-            k = class_of(scales[c] + level)
-            entry = origins[k] + quantise(y[n, c], per_step, reach[k])
-            state, position = push(state, starts[entry], widths[entry], words, position)
-        if position < 2:
-            return -1
-    for n in range(tokens - 1, -1, -1):
-        entry = origins[gain_class] + gain_symbols[n]
-        state, position = push(state, starts[entry], widths[entry], words, position)
-    if position < 2:
+    state, other, position = LOW, LOW, len(words)
+    for entry in entries[:count][::-1]:
+        start, width = np.uint64(starts[entry]), np.uint64(widths[entry])
+        if state >= MOST_PER_WIDTH * width:
+            position -= 1
+            words[max(position, 0)] = state & WORD_MASK
+            state >>= WORD
+        state, other = other, with_symbol(state, start, width)
+    position -= STATE_WORDS
+    if position < 0:
         return -1
-    words[position - 1] = state >> 32
-    words[position - 2] = state & WORD_MASK
-    return position - 2
+    words[position], words[position + 1] = other & WORD_MASK, other >> WORD
+    words[position + 2], words[position + 3] = state & WORD_MASK, state >> WORD
+    return position
 
 
 @compiled
-def find_symbol(slot: int, k: int, bounds, starts) -> int:
-    """The entry of class k whose range holds the slot; `bounds` says between which to look."""
+def find_symbol(state, k: int, bounds, starts) -> int:
+    """The entry of class k whose range holds the state's slot; `bounds` says between which to look."""
+    slot = np.int64(state & MASK)
     bucket = slot >> BUCKET_BITS
     first, last = bounds[k, bucket], bounds[k, bucket + 1]
     while first < last:
@@ -125,13 +143,15 @@ def find_symbol(slot: int, k: int, bounds, starts) -> int:
 
 
 @compiled
-def pull(state: int, entry: int, starts, widths, words, position: int) -> tuple[int, int]:
-    """Takes a symbol off; state and the next word to be read."""
-    state = widths[entry] * (state >> PRECISION) + (state & MASK) - starts[entry]
-    if state < LOW and position < len(words):
-        state = state << 32 | np.int64(words[position])
-        position += 1
-    return state, position
+def without_symbol(state, start, width):
+    """Undoes `with_symbol`."""
+    return width * (state >> SHIFT) + (state & MASK) - start
+
+
+@compiled
+def read_state(words, position: int):
+    """A state as `encode` left it; of garbage one that no arithmetic overflows from."""
+    return (np.uint64(words[position + 1]) & (LOW - ONE)) << WORD | np.uint64(words[position])
 
 
 @compiled
@@ -139,7 +159,7 @@ def decode(words, tokens, scales, offsets, gain_base, gain_class, origins, bound
     """Undoes `encode`.
 
     Args:
-        words: uint32, from the first in use.
+        words: uint32, from the first in use; at least `STATE_WORDS`.
         offsets: (N,) int64, every token's step in units.
         gain_base: what gain symbols are relative to, in classes.
 
@@ -147,23 +167,27 @@ def decode(words, tokens, scales, offsets, gain_base, gain_class, origins, bound
         (N, C) float32 components, zero where nothing was coded, and how many leading ones any token has. Garbage in
         gives garbage out, in bounds.
     """
-    components, used = len(scales), 0
-    out = np.zeros((tokens, components), dtype=np.float32)
+    out, used = np.zeros((tokens, len(scales)), dtype=np.float32), 0
     gains = np.zeros(tokens, dtype=np.int64)
-    position = 2
-    state = np.int64(words[1] & (LOW - 1)) << 32 | np.int64(words[0])
+    state, other, position = read_state(words, 0), read_state(words, 2), STATE_WORDS
     for n in range(tokens):
-        entry = find_symbol(state & MASK, gain_class, bounds, starts)
-        state, position = pull(state, entry, starts, widths, words, position)
+        entry = find_symbol(state, gain_class, bounds, starts)
         gains[n] = (gain_base + entry - origins[gain_class]) * CLASS_UNITS
+        state = without_symbol(state, np.uint64(starts[entry]), np.uint64(widths[entry]))
+        if state < LOW and position < len(words):
+            state = state << WORD | np.uint64(words[position])
+            position += 1
+        state, other = other, state
     for n in range(tokens):
         step, level = 2.0 ** (offsets[n] / UNITS), gains[n] - offsets[n]
-        for c in range(components):
-            k = class_of(scales[c] + level)
-            if k < 0:
-                break
-            used = max(used, c + 1)
-            entry = find_symbol(state & MASK, k, bounds, starts)
-            state, position = pull(state, entry, starts, widths, words, position)
+        count = num_coded(scales, level)
+        used = max(used, count)
+        for c in range(count):
+            entry = find_symbol(state, class_of(scales[c] + level), bounds, starts)
             out[n, c] = values[entry] * step
+            state = without_symbol(state, np.uint64(starts[entry]), np.uint64(widths[entry]))
+            if state < LOW and position < len(words):
+                state = state << WORD | np.uint64(words[position])
+                position += 1
+            state, other = other, state
     return out, used

@@ -48,17 +48,17 @@ class TokenSensitivity:
             self.offsets_of = np.round(octaves * UNITS).astype(np.int64)
 
     def offsets(self, token_ids: np.ndarray, kind: np.ndarray) -> np.ndarray:
-        """int64 (T,), in units of `symbol_model.UNITS`.
+        """int64 (B, T), in units of `symbol_model.UNITS`.
 
         Args:
-            token_ids, kind: (T,), of a sequence.
+            token_ids, kind: (B, T), or one sequence, (T,).
         """
         is_target = (kind == TARGET).astype(np.int64)
         if self.parts is None:
             return np.where(is_target, self.by_kind[1], self.by_kind[0])
         total = self.constant[is_target] + self.parts[is_target, 0, token_ids]  # int64
-        before = self.parts[is_target[1:], 1, token_ids[:-1]]
-        total[1:] += np.where(kind[1:] == FIRST, 0, before)  # nothing is before a packed sequence
+        before = self.parts[is_target[..., 1:], 1, token_ids[..., :-1]]
+        total[..., 1:] += np.where(kind[..., 1:] == FIRST, 0, before)  # nothing is before a packed sequence
         return self.offsets_of[total.clip(LEAST, MOST)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class SequenceCoder:
             uint8 (B, sequence_bytes(T)).
         """
         packed = hidden.new_zeros(len(hidden), self.sequence_bytes(hidden.shape[1]), dtype=torch.uint8)
-        for row, (exact, classes) in enumerate(map(self._layout, kind)):
+        for row, (exact, classes) in enumerate(self._layouts(kind)):
             pieces = [hidden[row, exact].to(torch.bfloat16).view(torch.uint8).flatten()]
             for coded, token_bytes in classes:
                 tokens = hidden[row, coded] if base is None else hidden[row, coded] - base[row, coded]
@@ -80,7 +81,7 @@ class SequenceCoder:
         if base is None:
             base = torch.zeros(*kind.shape, self.hidden_size, device=packed.device)
         hidden = base.clone()
-        for row, (exact, classes) in enumerate(map(self._layout, kind)):
+        for row, (exact, classes) in enumerate(self._layouts(kind)):
             start = len(exact) * self.hidden_size * 2
             whole = read_bfloat16(packed[row : row + 1], 0, len(exact) * self.hidden_size)
             hidden[row, exact] = whole.view(len(exact), self.hidden_size)
@@ -90,14 +91,22 @@ class SequenceCoder:
                 start = stop
         return hidden
 
-    def _layout(self, kind: Tensor) -> tuple[Tensor, list[tuple[Tensor, int]]]:
-        """Of one sequence: positions that travel whole, and those coded with the bytes of each, class by class."""
-        whole_bytes = self.hidden_size * 2
-        exact, coded, left = split_tokens(kind, self.sequence_bytes(len(kind)), whole_bytes, self.exact_first)
-        target = coded & (kind == TARGET)
-        positions = [(coded & ~target).nonzero().squeeze(1), target.nonzero().squeeze(1)]
-        token_bytes = self._divide(left, len(positions[0]), len(positions[1]))
-        return exact, [(p, b) for p, b in zip(positions, token_bytes) if len(p) and b]
+    def _layouts(self, kind: Tensor) -> list[tuple[Tensor, list[tuple[Tensor, int]]]]:
+        """By sequence: positions that travel whole, and those coded with the bytes of each, class by class."""
+        whole_bytes, total = self.hidden_size * 2, self.sequence_bytes(kind.shape[1])
+        layouts = []
+        for row in kind.cpu().numpy():
+            exact, coded, left = split_tokens(row, total, whole_bytes, self.exact_first)
+            is_target = row[coded] == TARGET
+            classes = [torch.from_numpy(coded[members]).to(kind.device) for members in (~is_target, is_target)]
+            token_bytes = self._divide(left, *map(len, classes))
+            layouts.append(
+                (
+                    torch.from_numpy(exact).to(kind.device),
+                    [(p, b) for p, b in zip(classes, token_bytes) if len(p) and b],
+                )
+            )
+        return layouts
 
     def _divide(self, total_bytes: int, num_context: int, num_targets: int) -> tuple[int, int]:
         """Bytes of each context token and of each target, so that the loss feels the least error."""
@@ -107,22 +116,24 @@ class SequenceCoder:
         return self._divisions[key]
 
 
-def split_tokens(kind: Tensor, budget: int, whole_bytes: int, exact_first: bool) -> tuple[Tensor, Tensor, int]:
-    """Of one sequence's kinds (T,): positions that travel whole, a mask (T,) of those coded, and the bytes for these.
+def split_tokens(
+    kind: np.ndarray, budget: int, whole_bytes: int, exact_first: bool
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Of one sequence's kinds (T,): positions that travel whole, positions that are coded, and the bytes for these.
 
     Args:
         budget: bytes of the sequence.
         whole_bytes: what a token costs that travels whole.
         exact_first: first tokens do, as far as they fit.
     """
-    exact = (kind == FIRST).nonzero().squeeze(1) if exact_first else kind.new_zeros(0).long()
+    exact = np.flatnonzero(kind == FIRST) if exact_first else np.zeros(0, dtype=np.int64)
     # Many short packed sequences: the budget's other half stays with the tokens in between.
     exact = exact[: max(1, budget // 2 // whole_bytes)]
     if len(exact) * whole_bytes > budget:
         exact = exact[:0]
     coded = kind != PADDING
     coded[exact] = False
-    return exact, coded, budget - len(exact) * whole_bytes
+    return exact, np.flatnonzero(coded), budget - len(exact) * whole_bytes
 
 
 def divide_bytes(

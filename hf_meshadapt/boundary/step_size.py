@@ -47,12 +47,6 @@ def smallest_step(expected, levels, budget: float, low: int) -> int:
     return low
 
 
-def num_coded(scales: np.ndarray, level: int) -> int:
-    """Leading components that a token codes at this level less step; scales descend."""
-    least = SMALLEST * CLASS_UNITS - CLASS_UNITS // 2 - level
-    return int(np.searchsorted(-scales, -least, side="right"))
-
-
 def units_within(bits: float, num_symbols: int) -> int:
     """By how much the step may change, one at least, so that the code changes by no more than so many bits: a unit is
     worth 1/64 bit a symbol at most."""
