@@ -62,8 +62,8 @@ CONFIGURATIONS: dict[str, dict] = {
     "tah_quant": {"boundary_codec": "tah_quant"},
 }  # fmt: skip
 BASELINES = (
-    "mask95_zero", "mask95_mean", "transform_5_plain", "rotated_1bit", "quantize_2bit", "quantize_3bit", "quantize_4bit",
-    "quantize_8bit", "topk_5", "bottleneck_5", "tah_quant", "subspace_5",
+    "transform_5", "mask95_zero", "mask95_mean", "transform_5_plain", "rotated_1bit", "quantize_2bit",
+    "quantize_3bit", "quantize_4bit", "quantize_8bit", "topk_5", "bottleneck_5", "tah_quant", "subspace_5",
 )  # fmt: skip
 # Codecs that remember samples, and what they are compared with on the same data.
 REMEMBERING = ("dense", "aq_sgd", "topk_5_feedback", "topk_5", "transform_5")
