@@ -43,11 +43,7 @@ def say(text: str) -> None:
 def finetune(name: str, options: list[str]) -> dict:
     """Run the example over four processes, and its anchor where it has one; returns its metrics."""
     folder = OUTPUT / name.replace(" + ", "_")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     metrics_file = folder / "metrics.json"
-    accelerate = os.path.relpath(Path(sys.executable).with_name("accelerate"))
-    launcher = [accelerate, "launch", "--config_file", "accelerate_configs/cpu_2x2.yaml"]
     script = [
         *["examples/finetune_gsm8k.py", "--model_name_or_path", str(DEFAULT_FOLDER)],
         *["--num_eval_problems", "40", "--max_length", "320"],
@@ -57,11 +53,25 @@ def finetune(name: str, options: list[str]) -> dict:
         *["--save_strategy", "no", "--seed", "0", "--output_dir", str(folder), "--metrics_file", str(metrics_file)],
     ]
     say(f"{name} run")
+    launch(script, folder, with_anchor="--anchor" in options)
+    return json.loads(metrics_file.read_text())
+
+
+def launch(script: list[str], folder: Path, with_anchor: bool) -> None:
+    """Runs a script with its arguments on four processes, and once more as their anchor, into an emptied folder.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    accelerate = os.path.relpath(Path(sys.executable).with_name("accelerate"))
+    launcher = [accelerate, "launch", "--config_file", "accelerate_configs/cpu_2x2.yaml"]
     print(shlex.join([*launcher, *script]), flush=True)
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     environment = {**os.environ, **quiet, "HF_MESHADAPT_ANCHOR_SECRET": secrets.token_hex(32)}
     anchor = None
-    if "--anchor" in options:
+    if with_anchor:
         command = [os.path.relpath(sys.executable), *script, "--circuit", "anchor"]
         print(shlex.join(command), flush=True)
         anchor = subprocess.Popen(command, env=environment)
@@ -73,8 +83,7 @@ def finetune(name: str, options: list[str]) -> dict:
         if anchor is not None:
             anchor.kill()
     if failed:
-        raise SystemExit(f"The {name} run failed; its messages are above.")
-    return json.loads(metrics_file.read_text())
+        raise SystemExit(f"The run in {folder} failed; its messages are above.")
 
 
 def sent_bytes(run: dict) -> dict[str, float]:

@@ -14,7 +14,8 @@ from .figures import StepMeter
 from .fingerprints import Fingerprint, refuse_differences
 from .mesh import MeshGroups, MeshTopology
 from .metering import exchange_json
-from .waiting import Waiter
+from .roll_call import missing_ranks
+from .waiting import Waiter, within
 
 # An error lists the ranks it may be about, up to so many.
 MAX_NAMED_PEERS = 8
@@ -35,6 +36,36 @@ class Agreements:
     waiter: Waiter
     groups: MeshGroups | None = None
     agreed_lengths: set[int]
+    _num_roll_calls: int = 0
+
+    def roll_call(self, what: str) -> None:
+        """To be called first in whatever a person's script calls and all ranks must.
+
+        Args:
+            what: the call, as the script writes it.
+
+        Raises:
+            LinkError: not all ranks came in time; says which did not and what to do.
+        """
+        if self.groups is None:
+            return
+        self._num_roll_calls += 1
+        rank, timeout_seconds = self.topology.rank, self.waiter.timeout_seconds
+        call = f"{self.groups.save.group_name}/{self._num_roll_calls}/{what}"
+        try:
+            missing = within(
+                timeout_seconds,
+                lambda: missing_ranks(call, rank, self.mesh.num_ranks, timeout_seconds),
+            )
+        except dist.DistError as error:
+            if rank == 0:
+                raise self.waiter.failure(self.topology.describe(), f"all ranks to call {what}", error) from error
+            missing = {0: isinstance(error, dist.DistNetworkError)}  # its process keeps the store, or its launcher
+        if missing:
+            named = [self.topology.describe(peer) + ", which has ended" * ended for peer, ended in missing.items()]
+            hidden = len(named) - MAX_NAMED_PEERS
+            more = [f"{hidden} more"] if hidden > 0 else []
+            raise self.waiter.absence(what, self.topology.describe(), "; ".join(named[:MAX_NAMED_PEERS] + more))
 
     def share(self, mine: dict) -> dict:
         """Merges {chunk: JSON-able value} over the stages of the pipeline."""
@@ -50,8 +81,11 @@ class Agreements:
             return
         mine = fingerprint()
         with self.naming("fingerprints from"):
-            everyone = exchange_json(mine, self.groups.save)
-        refuse_differences(everyone)
+            self._refuse_unlike_in(self.groups.save, mine)
+
+    @staticmethod
+    def _refuse_unlike_in(group: dist.ProcessGroup, mine: Fingerprint) -> None:
+        refuse_differences(exchange_json(mine, group))
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Sums a list of figures, element by element, over all ranks."""

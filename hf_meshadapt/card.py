@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from .card_sections import (
+    adapter_rows,
     argument_code,
     evaluation_rows,
     figure_rows,
@@ -22,6 +23,7 @@ from .card_sections import (
     traffic_rows,
 )
 from .checkpoint_folder import read_json, write_json
+from .hub_benchmarks import write_benchmark_results
 from .hub_names import hub_id, hub_ids
 from .loss_curve import CURVE_NAME, draw_loss_curve, loss_points
 from .run_record import load_record
@@ -49,7 +51,8 @@ LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
 def write_card(folder: Path, **added) -> Path:
-    """Writes the card of a saved model, and before it the loss curve that it shows.
+    """Writes the card of a saved model, and before it the loss curve that it shows and `.eval_results/*.yaml` for the Hub's
+    benchmarks.
 
     Args:
         folder: a folder with `mesh_run.json`.
@@ -70,6 +73,11 @@ def write_card(folder: Path, **added) -> Path:
             draw_loss_curve(record["log_history"], folder / CURVE_NAME)
         except ImportError:
             logger.warning("matplotlib is not installed: the card has no loss curve. pip install hf_meshadapt[hub]")
+    base_model = remembered.get("base_model") or record["model"]["base_model"]
+    if (folder / "adapter_config.json").is_file() and hub_id(base_model) is None:
+        logger.warning("the adapter in %s has no base model of the Hub: its card cannot say what to load it on. Give "
+                       "base_model (meshadapt card %s --base-model OWNER/NAME)", folder, folder)  # fmt: skip
+    write_benchmark_results(folder, load_evaluation(folder))
     path = folder / CARD_NAME
     partial = path.with_name(f".partial-{CARD_NAME}")
     partial.write_text(card_of(folder), encoding="utf-8")
@@ -144,6 +152,7 @@ def render_card(
         load_code=load_code(name, record["model"]["architecture"], data.base_model, is_adapter, has_tokenizer),
         has_curve=has_curve,
         results=result_rows(record),
+        adapter=adapter_rows(record),
         mesh=mesh_rows(record),
         traffic=traffic_rows(report),
         figures=figure_rows(report),
@@ -151,7 +160,7 @@ def render_card(
         has_base=bool(evaluation and evaluation.get("base")),
         limit=evaluation and evaluation.get("limit"),
         lm_eval_version=evaluation and evaluation["lm_eval"],
-        requirements=" ".join(f"{package}=={version}" for package, version in versions.items() if package != "python"),
+        requirements=" ".join(f"{name}=={public_version(v)}" for name, v in versions.items() if name != "python"),
         launch=launch_command(record["mesh"]),
         arguments_code=argument_code(record["arguments"]),
         versions=", ".join(f"{package} {version}" for package, version in versions.items()),
@@ -171,6 +180,9 @@ def card_data(record: dict, evaluation: dict | None, added: dict, *, is_adapter:
     architecture = source["architecture"]
     generates = architecture.endswith(("ForCausalLM", "LMHeadModel"))
     own_tags = ["hf_meshadapt", *(["pipeline-parallel"] if record["mesh"]["stages"] > 1 else [])]
+    if is_adapter:  # as peft tags its own
+        own_tags += [(record.get("adapter") or {}).get("peft_type", "lora").lower()]
+        own_tags += [f"base_model:adapter:{base}"] if base else []
     name = re.split(r"[/\\]", added.get("model_name") or hub_id(added.get("repo_id")) or "")[-1]
     fields = {
         "base_model": base,
@@ -185,6 +197,11 @@ def card_data(record: dict, evaluation: dict | None, added: dict, *, is_adapter:
         **_license(added if added.get("license") else source["metadata"]),
     }
     return ModelCardData(**{key: value for key, value in fields.items() if value is not None})
+
+
+def public_version(version: str) -> str:
+    """Without the local part, such as `+cpu`, by which the package index knows no version."""
+    return version.partition("+")[0]
 
 
 def _license(stated: dict) -> dict:

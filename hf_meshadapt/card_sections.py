@@ -42,6 +42,16 @@ def result_rows(record: dict) -> list[tuple[str, str]]:
     return rows + ([("epochs", number(epochs[-1]))] if epochs else [])
 
 
+def adapter_rows(record: dict) -> list[tuple[str, str]]:
+    """How the adapter was made; nothing where whole weights were trained."""
+    names = {"peft_type": "kind", "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+    return [
+        row
+        for name, value in (record.get("adapter") or {}).items()
+        for row in _named(names.get(name, name.replace("_", " ")), value)
+    ]
+
+
 def mesh_rows(record: dict) -> list[tuple[str, str]]:
     """Shape of the mesh and what its boundaries do."""
     mesh, boundary = record["mesh"], record["boundary"]
@@ -136,6 +146,7 @@ def load_code(repo_id: str, architecture: str, base_model: str | None, is_adapte
     if is_adapter:
         source = f'"{base_model}"' if base_model else '"the base model"'
         lines += [f"base = {kind}.from_pretrained({source})", "model = PeftModel.from_pretrained(base, name)"]
+        lines += ["# For plain weights, without peft from here on: model = model.merge_and_unload()"]
     else:
         lines += [f"model = {kind}.from_pretrained(name)"]
     if has_tokenizer:

@@ -125,6 +125,7 @@ def make_trainer(model, dataset, collator, options: DiagnosisOptions, folder: st
         logging_strategy="no", preset="dense", **boundary,
         calibration_tokens=options.calibration_tokens if "boundary_predictor" in boundary else None,
     )  # fmt: skip
+    args.emulation_is_meant = True
     trainer = MeshAdaptTrainer(model=model, args=args, train_dataset=dataset, data_collator=collator)
     trainer.remove_callback(PrinterCallback)
     return trainer

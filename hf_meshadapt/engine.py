@@ -12,11 +12,10 @@ import torch
 from .calibration import calibrate
 from .config import BoundaryConfig, DataParallelConfig, MeshConfig
 from .drift import DriftCheck
-from .fingerprints import Fingerprint, model_fingerprint, refuse_differences
+from .fingerprints import Fingerprint, model_fingerprint
 from .ledger import Ledger
 from .memory import RankWeights
 from .mesh import MeshGroups, MeshTopology
-from .metering import exchange_json
 from .pipeline.assembly import ModelParts, build_stages
 from .pipeline.footprint import check_resident
 from .pipeline.intake import take_model
@@ -28,7 +27,8 @@ from .pipeline.stage import LossFunction
 from .pipeline_gradients import PipelineGradients
 from .planner import AnchorPlan, BytePlan, ModelShape, byte_plan
 from .replication import Replication
-from .waiting import Waiter, leave_world_at_exit, within
+from .roll_call import leave_world_at_exit
+from .waiting import Waiter, within
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class MeshEngine(PipelineGradients):
             with self.naming("the process groups shared with"):
                 self.groups = within(mesh.timeout_seconds, lambda: self._make_groups(launch or {}))
                 self.sockets.resolve_peers(self.groups.save)
-            leave_world_at_exit()
+            leave_world_at_exit(rank)
         self.parts: ModelParts | None = None
         self.runner: Runner | None = None
         self.replication: Replication | None = None
@@ -91,7 +91,7 @@ class MeshEngine(PipelineGradients):
         self._step_loss = torch.zeros(())  # of the optimizer step so far, where the last stage is here
 
     def _make_groups(self, launch: Fingerprint) -> MeshGroups:
-        mesh, agree = self.mesh, lambda group: refuse_differences(exchange_json(launch, group))
+        mesh, agree = self.mesh, lambda group: self._refuse_unlike_in(group, launch)
         return MeshGroups(self.topology, mesh.wire_backend, mesh.timeout_seconds, self.sockets, agree, self._anchored)
 
     # Model -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ failure is the same command. Nothing here imports torch.
 from __future__ import annotations
 
 import errno
+import glob
 import shlex
 import time
 from collections.abc import Callable
@@ -15,15 +16,19 @@ from typing import TypeVar
 
 from .card import CARD_NAME, write_card
 from .checkpoint_folder import INDEX_NAME, read_json
+from .hub_benchmarks import FOLDER as RESULTS_FOLDER
+from .hub_benchmarks import PREFIX as RESULTS_PREFIX
 from .run_record import RECORD_NAME
 
 # Of a request without an answer or a byte moved. The client itself would wait for ever.
 STALL_SECONDS = 120.0
-# Never part of a model: what is being written, other checkpoints, and files that name places on the disk.
-NEVER = ["_*", ".*", "*/.*", "checkpoint-*", "last-checkpoint/*", "training_args.*", "card.json"]
+# Never part of a model: other checkpoints, and files that name places on the disk. See `hidden` too.
+NEVER = ["_*", "*/.*", "checkpoint-*", "last-checkpoint/*", "training_args.*", "card.json"]
 STATE = ["mesh_state/*", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state*.pth"]
 # A model that is cut otherwise than the one that it replaces must not leave weights of that one behind.
+# Nor results of its. Other results, which somebody else put there, stay.
 REPLACED = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "pytorch_model*"]
+REPLACED += [f"{RESULTS_FOLDER}/{RESULTS_PREFIX}*"]
 
 TRANSIENT = (500, 502, 503, 504)
 RETRY_PAUSES_SECONDS = (1.0, 4.0)
@@ -77,12 +82,18 @@ def push(
             path_in_repo=path_in_repo,
             commit_message=message,
             revision=revision,
-            ignore_patterns=NEVER if with_state else [*NEVER, *STATE],
+            ignore_patterns=[*NEVER, *hidden(folder), *([] if with_state else STATE)],
             delete_patterns="*" if path_in_repo else REPLACED,
         )
         return commit.commit_url
 
     return explained(send, f"uploading {folder} to {name}")
+
+
+def hidden(folder: Path) -> list[str]:
+    """Patterns of hidden entries, such as what is being written; benchmark results are part of a model nevertheless."""
+    names = [path.name for path in folder.iterdir() if path.name.startswith(".") and path.name != RESULTS_FOLDER]
+    return [pattern for name in names for pattern in (glob.escape(name), f"{glob.escape(name)}/*")]
 
 
 def check_model(folder: Path) -> None:

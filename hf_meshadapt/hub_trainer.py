@@ -129,6 +129,7 @@ class HubMixin:
         Returns:
             The commit's URL on rank 0, None where it failed or goes on; its future with blocking=False. None elsewhere.
         """
+        self.engine.roll_call("push_to_hub()")
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:  # on all ranks alike
             self.init_hf_repo(token=token, private=private)

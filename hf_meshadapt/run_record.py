@@ -44,6 +44,7 @@ UNTOLD = {
     "ddp_timeout",
     "link_timeout_seconds",
 }
+ADAPTER_FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora")
 CARD_METADATA = ("license", "license_name", "license_link", "language")
 
 
@@ -64,6 +65,7 @@ def make_record(trainer, report: dict | None) -> dict:
             "model_type": model.config.model_type,
             "metadata": source_metadata(source),
         },
+        "adapter": adapter_settings(getattr(model, "peft_config", None)),
         "datasets": dataset_ids(trainer.train_dataset),
         "arguments": told_arguments(args),
         "mesh": dataclasses.asdict(args.mesh_config()),
@@ -74,6 +76,18 @@ def make_record(trainer, report: dict | None) -> dict:
         "log_history": finite(trainer.state.log_history),
         "versions": versions(),
     }
+
+
+def adapter_settings(peft_config: dict | None) -> dict | None:
+    """Of a `PeftModel`'s only adapter what says how it was made; None where whole weights are trained."""
+    if not peft_config:
+        return None
+    (config,) = peft_config.values()
+    values = {name: getattr(config, name, None) for name in ADAPTER_FIELDS}
+    targets = values["target_modules"]
+    values["target_modules"] = targets if isinstance(targets, str) else sorted(targets or ())
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    return finite({"peft_type": kind} | {name: value for name, value in values.items() if value})
 
 
 def write_record(folder: Path, record: dict) -> None:

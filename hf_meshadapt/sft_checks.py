@@ -54,27 +54,36 @@ def refuse_arguments(model, args, trainer_arguments: dict) -> None:
             f"trust_remote_code=True with model={model!r}: stages of remote-code models are not loaded by name. Load the "
             "model with AutoModelForCausalLM.from_pretrained and pass it"
         )
-    dataset = trainer_arguments.get("train_dataset")
-    # TRL looks at the first row too, where a stream does not know its columns.
-    columns = (dataset.column_names or next(iter(dataset), ())) if hasattr(dataset, "column_names") else ()
-    images = {"image", "images"} & set(columns)
-    if images:
-        raise NotImplementedError(
-            f"train_dataset has a column {min(images)}: vision-language data cannot be cut into microbatches. Use a text "
-            "data set, or remove the column"
-        )
     prepares = not (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
-    if columns and prepares and trainer_arguments.get("formatting_func") is None:
-        refuse_columns(set(columns), args.dataset_text_field)
+    tokenises = prepares and trainer_arguments.get("formatting_func") is None
+    for name, dataset in given_datasets(trainer_arguments):
+        # TRL looks at the first row too, where a stream does not know its columns.
+        columns = (dataset.column_names or next(iter(dataset), ())) if hasattr(dataset, "column_names") else ()
+        images = {"image", "images"} & set(columns)
+        if images:
+            raise NotImplementedError(
+                f"{name} has a column {min(images)}: vision-language data cannot be cut into microbatches. Use a text "
+                "data set, or remove the column"
+            )
+        if columns and tokenises:
+            refuse_columns(name, set(columns), args.dataset_text_field)
 
 
-def refuse_columns(columns: set[str], text_column: str) -> None:
+def given_datasets(trainer_arguments: dict) -> list[tuple[str, object]]:
+    """The data sets to train and to evaluate on, each with its name: `eval_dataset` may be a dict of them."""
+    evaluated = trainer_arguments.get("eval_dataset")
+    parts = evaluated.items() if isinstance(evaluated, dict) else [(None, evaluated)]
+    named = [("eval_dataset" if key is None else f"eval_dataset[{key!r}]", part) for key, part in parts]
+    return [("train_dataset", trainer_arguments.get("train_dataset")), *named]
+
+
+def refuse_columns(name: str, columns: set[str], text_column: str) -> None:
     """Raises ValueError for a data set in which TRL finds nothing to tokenise: it would look for its text column, row by
     row, and fail with a bare KeyError."""
     if {"input_ids", "messages", "conversations", text_column} & columns or {"prompt", "completion"} <= columns:
         return
     raise ValueError(
-        f"train_dataset has only {', '.join(sorted(columns))}: must have {text_column} or messages, or prompt and "
+        f"{name} has only {', '.join(sorted(columns))}: must have {text_column} or messages, or prompt and "
         "completion, or input_ids. Rename columns, for example dataset.rename_columns({'question': 'prompt', 'answer': "
         "'completion'}), set dataset_text_field, or pass formatting_func"
     )

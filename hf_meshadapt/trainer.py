@@ -12,7 +12,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     EvalLoopOutput,
@@ -38,7 +38,7 @@ from .hub_trainer import HubMixin
 from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
 from .pipeline.stage import LossFunction
-from .progress import MeshProgressCallback
+from .progress import show_progress
 from .reports import mesh_report, speed_of
 from .trainer_checks import (
     loss_function,
@@ -47,6 +47,7 @@ from .trainer_checks import (
     refuse_optimizer,
     refuse_raw_data,
     refuse_unsupported,
+    tell_of_emulation,
 )
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
                 "model=None: give a model, or the name of one, of which each rank then loads its own stage"
             )
         check_adapters(model, peft_config)
+        tell_of_emulation(args)
         mesh = args.mesh_config()
         rank, launch = (0, None) if mesh.emulated else (args.process_index, launch_fingerprint(args.to_dict(), named))
         self.engine = MeshEngine(mesh, args.boundary_config(), rank, args.data_parallel_config(), launch, args.anchor)
@@ -100,9 +102,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         self._undo_step_hook: Callable[[], None] = lambda: None
         self._accumulation = 0
         self._batch_length = 0
-        if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
-            self.remove_callback(ProgressCallback)
-            self.add_callback(MeshProgressCallback)
+        show_progress(self)
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -324,6 +324,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         if self.args.runs_anchor:
             return
         folder = Path(output_dir or self.args.output_dir)
+        self.engine.roll_call("save_model()")
         with self.engine.naming("saving together with"):
             self._take_report()
             mesh_checkpoint.save_model(self.engine, folder, self._save_extras, self.args.save_on_each_node)

@@ -5,6 +5,10 @@ What would be ignored or wrong over stages is refused by name.
 
 from __future__ import annotations
 
+import functools
+import logging
+import shlex
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +19,8 @@ from .arguments import MeshAdaptArguments
 from .engine import MeshEngine
 from .pipeline.refusals import refuse_partial_outputs
 from .pipeline.stage import LossFunction
+
+logger = logging.getLogger(__name__)
 
 # Methods that a mesh never calls, and what to use instead.
 BYPASSED_METHODS = {
@@ -54,6 +60,28 @@ def refuse_unsupported(trainer_class: type, trainer_arguments: dict, args: MeshA
             "token and vocabulary entry, would travel to one of them. Reduce them first, for example "
             "preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)"
         )
+
+
+def tell_of_emulation(args: MeshAdaptArguments) -> None:
+    """Warns, once, where one process runs what the arguments describe as a mesh: nobody may have meant it.
+
+    `args.emulation_is_meant = True` keeps it silent.
+    """
+    num_ranks = args.pipeline_stages * args.data_parallel_replicas
+    if args.emulated and num_ranks > 1 and not args.runs_anchor and not getattr(args, "emulation_is_meant", False):
+        _warn_of_emulation(args.pipeline_stages, args.data_parallel_replicas, bool(args.use_cpu))
+
+
+@functools.cache
+def _warn_of_emulation(stages: int, replicas: int, on_cpu: bool) -> None:
+    is_script = sys.argv[0].endswith(".py") and "ipykernel" not in sys.modules  # in a notebook it is the kernel's own
+    script = shlex.join(sys.argv) if is_script else "train.py"
+    cpu = "--cpu " if on_cpu else ""
+    logger.warning(
+        "pipeline_stages=%d, data_parallel_replicas=%d in one process without a launcher: the mesh is emulated, all of it "
+        "on this device and nothing sent. For a real one: meshadapt launch --num-processes %d %s%s",
+        *(stages, replicas, stages * replicas, cpu, script),
+    )
 
 
 def refuse_model(trainer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import socket
@@ -90,11 +89,22 @@ class Waiter:
 
     def failure(self, who: str, awaited: str, error: BaseException) -> LinkError:
         """The error of a wait that failed."""
-        when = "at start-up" if self.step is None else f"at step {self.step}"
         return LinkError(
-            f"{who} waited for {awaited} {when} (deadline {self.timeout_seconds:g} s): {reason(error)}. Check that the "
-            "peer still runs and that its link is up; training resumes from the last checkpoint"
+            f"{who} waited for {awaited} {self._when} (deadline {self.timeout_seconds:g} s): {reason(error)}. Check that "
+            "the peer still runs and that its link is up; training resumes from the last checkpoint"
         )
+
+    def absence(self, call: str, who: str, absent: str) -> LinkError:
+        """The error of a call that all ranks must make and not all have made."""
+        return LinkError(
+            f"{call} is collective in a mesh, where each rank holds a part of the model. {who} called it {self._when}; not "
+            f"called in time (deadline {self.timeout_seconds:g} s) by {absent}. Call it on every rank, not under `if "
+            "trainer.is_world_process_zero()` or the like: rank 0 alone writes what is written once"
+        )
+
+    @property
+    def _when(self) -> str:
+        return "at start-up" if self.step is None else f"at step {self.step}"
 
 
 def within(timeout_seconds: float, function: Callable[[], Result]) -> Result:
@@ -140,16 +150,6 @@ def join_world(backend: str, timeout_seconds: float) -> None:
             "were started with this MASTER_ADDR and MASTER_PORT and that the port is reachable; allow more time with "
             "ddp_timeout"
         ) from error
-
-
-def leave_world_at_exit() -> None:
-    """Takes all groups down before the interpreter goes: gloo's threads would otherwise outlive it and abort it."""
-
-    def leave() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    atexit.register(leave)
 
 
 def _await_listener(host: str, port: str, timeout_seconds: float) -> None:

@@ -5,6 +5,7 @@ Source: huggingface.co/docs/hub/model-cards and the metadata specification in hu
 
 from __future__ import annotations
 
+import math
 import re
 
 import yaml
@@ -41,6 +42,44 @@ def card_faults(content: str) -> list[str]:
     if not isinstance(tags, list) or not all(isinstance(tag, str) and tag for tag in tags):
         faults.append("tags: not a list of texts")
     return faults + _model_index_faults(data.get("model-index", []))
+
+
+def numbers_in_tables(text: str) -> dict[float, float]:
+    """All numbers in a card's tables, percentages as they are written, and how far each may be from the recorded one: half
+    a unit of its fourth significant digit, or of the last digit behind its point where that is more."""
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    found = [word.replace(",", "") for word in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", rows)]
+    return {float(word): _half_a_unit(word) for word in found}
+
+
+def _half_a_unit(word: str) -> float:
+    places = len(word.partition(".")[2])
+    digits = math.floor(math.log10(float(word))) + 1 if float(word) else 1
+    return max(0.5 * 10.0 ** (min(digits, 4) - 4), 0.5 * 10.0**-places if places else 0.0)
+
+
+def untraced(text: str, record: dict, evaluation: dict | None) -> set[float]:
+    """Numbers in a card's tables that neither stand in the run's record or results nor follow from them by one division:
+    dense bytes are planned ones over their share of dense, processes are stages times replicas."""
+    report = record["report"] or {}
+    planned, shares = report.get("planned_bytes_per_token") or {}, report.get("bytes_ratio_to_dense") or {}
+    dense = {planned[axis] / share for axis, share in shares.items() if share}
+    per_cent = {100 * share for share in [report.get("wait_share") or 0.0, *shares.values()]}
+    ranks = float(record["mesh"]["stages"] * record["mesh"]["replicas"])
+    known = {*numbers(record), *numbers(evaluation), *dense, *per_cent, ranks}
+    shown = numbers_in_tables(text)
+    return {value for value, off in shown.items() if not any(abs(value - one) <= 1.001 * off for one in known)}
+
+
+def numbers(value) -> list[float]:
+    """All numbers within a JSON-able value, those in texts too: a mesh's device may be called H100."""
+    if isinstance(value, dict):
+        return [number for entry in value.values() for number in numbers(entry)]
+    if isinstance(value, list):
+        return [number for entry in value for number in numbers(entry)]
+    if isinstance(value, str):
+        return [float(found) for found in re.findall(r"(?<![\w.])\d+\.?\d*", value)]
+    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
 def _unmatched(key: str, value, pattern: re.Pattern) -> list[str]:

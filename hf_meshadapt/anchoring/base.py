@@ -66,6 +66,14 @@ class NoAnchor:
         """Figures of the last step, equal on all ranks."""
         return {}
 
+    def phase(self) -> str:
+        """How it goes with the anchor, in words that change seldom; on rank 0."""
+        return ""
+
+    def status(self) -> str:
+        """How it goes with the anchor after the last step, for a progress bar; on rank 0."""
+        return ""
+
     def report(self) -> dict | None:
         """Figures of the run so far; collective."""
         return None
@@ -175,12 +183,24 @@ class Anchored(NoAnchor):
     # Figures ---------------------------------------------------------------------------------------------------------
 
     def logs(self):
-        """`prior_weight`; `prior_age_steps` once there is a prior; `share_corrected` of the model's gradient entries."""
+        """`prior_weight`; `prior_age_steps` and `prior_version`, the step of its snapshot, once there is a prior;
+        `share_corrected` of the model's gradient entries."""
         metrics = self.optimizer.metrics()
         logs = {"prior_weight": metrics["weight"]}
-        if "prior_age_steps" in metrics:
-            logs["prior_age_steps"] = metrics["prior_age_steps"]
+        logs |= {name: metrics[name] for name in ("prior_age_steps", "prior_version") if name in metrics}
         return logs | {"share_corrected": self._share_corrected if metrics["weight"] > 0 else 0.0}
+
+    def phase(self):
+        metrics = self.optimizer.metrics()
+        if "prior_version" not in metrics:
+            return "no prior yet"
+        return "its priors are in use" if metrics["weight"] else "its prior is not in use: too old, or being taken in"
+
+    def status(self):
+        metrics = self.optimizer.metrics()
+        if "prior_version" not in metrics:
+            return self.phase()
+        return f"prior of step {metrics['prior_version']}, {metrics['prior_age_steps']} steps old"
 
     def report(self):
         history, traffic = self.history, self.engine.anchor_plan.traffic

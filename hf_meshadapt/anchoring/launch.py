@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-
+from tqdm.auto import tqdm
 from transformers.trainer_utils import TrainOutput
 
 from ..anchor.anchor_link import AnchorLink
@@ -15,8 +14,6 @@ from ..spectral.factors import to_tensors
 from .base import NoAnchor
 from .data import refuse_stream
 from .passes import AnchorPasses
-
-logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
 
@@ -46,7 +43,9 @@ class AnchorLaunch(NoAnchor):
         compressor = GradientCompressor(self.args.spectral_config(), warm=not self.config.deterministic)
         link.start()
         try:
+            tqdm.write(f"anchor: waiting for the fast circuit at {endpoint}")
             link.wait_for_sources(timeout_seconds)
+            tqdm.write("anchor: connected; it gets a prior for every snapshot that it sends")
             loader = self.trainer.get_train_dataloader()
             self.circuit = AnchorCircuit(
                 link,
@@ -60,5 +59,5 @@ class AnchorLaunch(NoAnchor):
             self.circuit.run()
         finally:
             link.close(CLOSE_SECONDS)
-        logger.info("the fast circuit has finished; it got %d priors", self.circuit.num_priors)
+        tqdm.write(f"anchor: the fast circuit has finished; it got {self.circuit.num_priors} priors")
         return TrainOutput(0, 0.0, {})

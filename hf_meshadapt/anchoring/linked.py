@@ -72,7 +72,7 @@ class LinkedAnchor(Anchored):
     def forget(self):
         super().forget()
         self.offered: set[int] = set()
-        self.agreed_version, self.connected = NO_VERSION, False
+        self.agreed_version, self.connected, self._met = NO_VERSION, False, False
         self._passing: Passing | None = None
         self._all_ready = self._has_logged = False
 
@@ -225,6 +225,7 @@ class LinkedAnchor(Anchored):
         rows = [row.tolist() for row in self.engine.figures_of]
         self._all_ready = all(row[0] for row in rows)
         self.connected = all(row[1] for row in rows)
+        self._met = self._met or self.connected
         self.agreed_version = NO_VERSION
         if not self.config.deterministic and self._passing is None:
             held = [[int(version) for version in row[2:]] for row in rows]
@@ -236,6 +237,15 @@ class LinkedAnchor(Anchored):
         """As without a launcher, and `anchor_connected`: 1 where every stage's link has its anchor."""
         self._warn_of_interval()
         return super().logs() | {"anchor_connected": float(self.connected)}
+
+    def phase(self):
+        if self.connected:
+            return f"anchor connected, {super().phase()}"
+        return "anchor lost" if self._met else "no anchor connected yet"
+
+    def status(self):
+        lost = ", anchor lost" if self._met and not self.connected else ""
+        return super().status() + lost if self.optimizer.priors.version is not None else self.phase()
 
     def _warn_of_interval(self) -> None:
         """At the first log: the rate limit does not let snapshots follow each other as fast as `anchor_every` asks."""

@@ -63,9 +63,8 @@ def run(args) -> int:
 
 
 def known_tasks() -> str:
-    from ..evaluation.groups import DOMAINS, LOCAL_TASKS, MISSING
+    from ..evaluation.groups import DOMAINS, OUR_TASKS
 
     domains = [f"  {name}: {', '.join(tasks)}" for name, tasks in DOMAINS.items()]
-    missing = [f"  {name}: none. {reason}" for name, reason in MISSING.items()]
-    local = [f"  {name}: {text}" for name, text in LOCAL_TASKS.items()]
-    return "\n".join(["domains, in lm-eval's tasks:", *domains, *missing, "tasks that ship here:", *local])
+    ours = [f"  {name}: {text}" for name, text in OUR_TASKS.items()]
+    return "\n".join(["domains:", *domains, "tasks that ship here, beside lm-eval's:", *ours])

@@ -17,6 +17,7 @@ from pathlib import Path
 from ..card import CARD_NAME, EVALUATION_NAME, is_unedited, write_card
 from ..checkpoint_folder import read_json, write_json
 from ..child_process import ChildFailed, child_environment
+from ..hub_benchmarks import write_benchmark_results
 from ..hub_names import hub_id
 from ..run_record import RECORD_NAME, load_record
 from .groups import check_code_execution, resolve_tasks
@@ -102,10 +103,13 @@ def run_on(folder: Path, options: EvaluationOptions, base_model: str | None = No
 
 
 def keep(folder: Path, evaluation: dict) -> None:
-    """Writes results beside a model, and its card anew unless it was edited."""
+    """Writes results beside a model, those of the Hub's benchmarks in its format too, and the card anew unless it was
+    edited."""
     has_card = (folder / CARD_NAME).is_file() and (folder / RECORD_NAME).is_file()
     unedited = has_card and is_unedited(folder)  # before the results change what it should say
-    write_results(folder, with_earlier(folder / EVALUATION_NAME, evaluation))
+    evaluation = with_earlier(folder / EVALUATION_NAME, evaluation)
+    write_results(folder, evaluation)
+    write_benchmark_results(folder, evaluation)
     if unedited:
         write_card(folder)
     elif has_card:

@@ -1,4 +1,4 @@
-"""Tasks whose data is in installed packages, so that they work without the Hub; data and tasks are written on demand."""
+"""Tasks that ship here, written on demand with their data; most of them work without the Hub."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+
+from .groups import OUR_TASKS
+from .sql_questions import sql_questions
 
 SOURCES = Path(__file__).parent / "tasks"
 DATA_PLACE = "DATA_FOLDER"  # stands for the data's folder in the task files
@@ -25,15 +31,16 @@ def write_local_tasks(names: list[str], folder: Path) -> None:
 
     Raises:
         ImportError: the package with a task's data is missing; says what to install.
+        ValueError: the folder with a task's data is.
     """
-    for name in [name for name in names if name in DATA]:
-        for split, rows in DATA[name]().items():
+    for name in [name for name in names if name in OUR_TASKS]:
+        for split, rows in DATA.get(name, dict)().items():
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / f"{name}-{split}.jsonl").write_text(lines, encoding="utf-8")
         task = (SOURCES / f"{name}.yaml").read_text(encoding="utf-8")
         (folder / f"{name}.yaml").write_text(task.replace(DATA_PLACE, str(folder)), encoding="utf-8")
-        if (SOURCES / f"{name}.py").is_file():
-            shutil.copy2(SOURCES / f"{name}.py", folder)
+        for module in set(re.findall(r"!function (\w+)\.", task)):
+            shutil.copy2(SOURCES / f"{module}.py", folder)
 
 
 def gsm8k_heldout() -> dict[str, list[dict]]:
@@ -71,6 +78,38 @@ def humaneval_local() -> dict[str, list[dict]]:
         return {"test": [json.loads(line) for line in lines]}
 
 
+def sql_generated() -> dict[str, list[dict]]:
+    """Made-up tables and questions."""
+    return {"test": sql_questions()}
+
+
+def spider_execution() -> dict[str, list[dict]]:
+    """Spider's development set (CC BY-SA 4.0) as its authors publish it, `dev.json` and `database/<name>/<name>.sqlite`.
+
+    Raises:
+        ValueError: SPIDER_FOLDER does not name that folder.
+    """
+    folder = Path(os.environ.get("SPIDER_FOLDER", "")).expanduser()
+    if not os.environ.get("SPIDER_FOLDER") or not (folder / "dev.json").is_file():
+        raise ValueError(
+            "spider_execution: set SPIDER_FOLDER to the folder of Spider that has dev.json and database/ (its authors' "
+            "download: the Hub's copy has no databases), or take sql_generated, which needs none"
+        )
+    rows, schemas = json.loads((folder / "dev.json").read_text(encoding="utf-8")), {}
+    for name in {row["db_id"] for row in rows}:
+        path = folder / "database" / name / f"{name}.sqlite"
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            tables = database.execute("SELECT sql FROM sqlite_master WHERE type = 'table' AND sql IS NOT NULL")
+            schemas[name] = str(path.absolute()), ";\n".join(sql for (sql,) in tables) + ";"
+    places = (schemas[row["db_id"]] for row in rows)
+    return {
+        "test": [
+            {"path": path, "schema": schema, "question": row["question"], "query": row["query"]}
+            for row, (path, schema) in zip(rows, places)
+        ]
+    }
+
+
 def package_folder(name: str, install: str) -> Path:
     """Where a package lies, without importing it.
 
@@ -83,9 +122,11 @@ def package_folder(name: str, install: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-# By split, what every local task reads.
+# By split, what every task reads that does not read the Hub.
 DATA: dict[str, Callable[[], dict[str, list[dict]]]] = {
     "gsm8k_heldout": gsm8k_heldout,
     "mmlu_prompts": mmlu_prompts,
     "humaneval_local": humaneval_local,
+    "sql_generated": sql_generated,
+    "spider_execution": spider_execution,
 }

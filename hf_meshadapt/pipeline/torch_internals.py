@@ -1,8 +1,9 @@
-"""Every private name of torch's pipelining and DDP that the package leans on, in one place.
+"""Every private name of torch's pipelining, DDP and distributed that the package leans on, in one place.
 
 `tests/unit/test_torch_internals.py` fails when a new torch version moves one of them or changes what is assumed of it.
 """
 
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._utils import flatten_args
 from torch.distributed.pipelining.stage import _RecvInfo as RecvInfo
@@ -14,6 +15,7 @@ __all__ = [
     "Schedule1F1B",
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
+    "default_store",
     "fake_mode",
     "fix_buckets",
     "flatten_args",

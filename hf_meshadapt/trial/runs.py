@@ -183,6 +183,7 @@ def _sft_trainer(options: TrialOptions, arguments: dict, rows, tokenizer) -> Mes
     from ..sft import MeshAdaptSFTConfig, MeshAdaptSFTTrainer
 
     args = MeshAdaptSFTConfig(max_length=options.max_length, gradient_checkpointing=False, **arguments)
+    args.emulation_is_meant = True
     return MeshAdaptSFTTrainer(
         options.model, args, train_dataset=rows[0], eval_dataset=rows[1], processing_class=tokenizer
     )
@@ -198,10 +199,12 @@ def _text_trainer(options: TrialOptions, arguments: dict, rows, tokenizer) -> Me
     def tokens_of(batch: dict) -> dict:
         return tokenizer(batch["text"], truncation=True, max_length=options.max_length)
 
+    args = MeshAdaptArguments(**arguments)
+    args.emulation_is_meant = True
     train, held_out = (part.map(tokens_of, batched=True, remove_columns=part.column_names) for part in rows)
     return MeshAdaptTrainer(
         options.model,
-        MeshAdaptArguments(**arguments),
+        args,
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,

@@ -101,8 +101,8 @@ def test_all_ranks_take_a_prior_at_the_same_step_and_its_bytes_are_metered(tmp_p
     assert least < sent_bytes < 1.5 * least + 6 * (snapshot_bytes + prior_bytes)
 
 
-def test_without_its_anchor_a_run_is_one_without_priors(tmp_path):
-    """The first log says that the link is too slow for what is asked of it."""
+def test_without_its_anchor_a_run_is_one_without_priors(tmp_path, capfd):
+    """The first log says that the link is too slow for what is asked of it, the first step that no anchor is there."""
     torch.set_num_threads(1)
     options = {**ANCHOR, "pipeline_stages": 2, "anchor_every": 1, "max_steps": 3, "anchor_rate_bits_per_second": 2e4}
     endpoint = f"127.0.0.1:{free_ports(2)}"
@@ -118,6 +118,7 @@ def test_without_its_anchor_a_run_is_one_without_priors(tmp_path):
     assert ranks[0]["report"]["anchor"]["num_snapshots"] == 0 == ranks[0]["logs"][0]["anchor_connected"]
     (warning,) = ranks[0]["warnings"]
     assert warning.startswith("anchor_every=1 is too small for the link") and not ranks[1]["warnings"]
+    assert capfd.readouterr().out.count("step 1: no anchor connected yet\n") == 1
 
 
 @SLOW

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import peft
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
 from hf_meshadapt.adapter_checkpoint import merge_adapter, save_stage_adapter
+from hf_meshadapt.card import write_card
 from hf_meshadapt.checkpoint import install
 from hf_meshadapt.checkpoint_folder import weight_map
 from hf_meshadapt.config import BoundaryConfig, MeshConfig
@@ -19,6 +22,7 @@ from hf_meshadapt.pipeline.layout import fill_in, find_layout, prune
 from hf_meshadapt.pipeline.ownership import leftover_claims
 from tests.adapters import adapted_model, lora
 from tests.equality import Rows, collate_fixed, tiny_model
+from tests.hub_cards import card_faults
 
 QV = {"target_modules": ["q_proj", "v_proj"]}
 
@@ -125,6 +129,27 @@ def test_only_adapters_are_trained_and_the_frozen_tie_sends_nothing(build):
     assert len(held) == len(trainer.optimizer.state) == 16
     assert trainer.engine.plan(4, 16, 1).axis_bytes("tied") == 0
     assert isinstance(trainer.model, PeftModel)
+
+
+def test_the_card_of_an_adapter_loads_it_as_it_says(build, tmp_path, monkeypatch):
+    whole = tiny_model("llama")
+    whole.save_pretrained(tmp_path / "base")
+    trainer = build(str(tmp_path / "base"), lora(**QV))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    text = write_card(tmp_path / "adapter", base_model="me/base").read_text()
+    assert card_faults(text) == [] and "| target modules | q_proj, v_proj |" in text and "| rank | 4 |" in text
+    code = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    monkeypatch.chdir(tmp_path / "adapter")  # the card names its own folder
+    made = {}
+    exec(code.replace('"me/base"', repr(str(tmp_path / "base"))), made)
+    tokens = torch.arange(3, 11)[None]
+    trained = trainer.model.eval()
+    loaded = made["model"].eval()
+    assert isinstance(loaded, PeftModel)
+    found = {name: tensor for name, tensor in loaded.state_dict().items() if "lora" in name}
+    assert found and all(torch.equal(tensor, trained.state_dict()[name]) for name, tensor in found.items())
+    assert not torch.equal(loaded(tokens).logits, whole.eval()(tokens).logits)
 
 
 def test_memory_counts_gradients_and_optimizer_state_of_adapters_only():

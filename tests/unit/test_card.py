@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from hf_meshadapt.card import card_of, is_unedited, render_card, write_card
 from hf_meshadapt.checkpoint_folder import write_json
 from hf_meshadapt.run_record import RECORD_FORMAT, RECORD_NAME, load_record
-from tests.hub_cards import card_faults
+from tests.hub_cards import card_faults, numbers_in_tables, untraced
 
 RECORD = {
     "format": RECORD_FORMAT,
@@ -50,7 +50,7 @@ RECORD = {
         {"step": 40, "loss": 2.125, "epoch": 1.0},
         {"step": 40, "eval_loss": 2.375, "epoch": 1.0},
     ],
-    "versions": {"hf_meshadapt": "0.1.0", "torch": "2.13.0", "python": "3.11.4"},
+    "versions": {"hf_meshadapt": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.4"},
 }  # fmt: skip
 EVALUATION = {
     "lm_eval": "0.4.13",
@@ -120,6 +120,25 @@ def test_its_code_blocks_are_python_and_its_arguments_are_ours(is_adapter):
     assert isinstance(made["args"], MeshAdaptArguments) and made["args"].max_steps == 40
 
 
+ADAPTER = {
+    "peft_type": "LORA",
+    "r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+    "target_modules": ["q_proj", "v_proj"],
+}
+
+
+def test_an_adapters_card_says_of_what_it_is_one_and_how_it_was_made():
+    card = assert_valid(render_card(RECORD | {"adapter": ADAPTER}, is_adapter=True))
+    assert (card.data.library_name, card.data.base_model_relation) == ("peft", "adapter")
+    assert {"lora", "base_model:adapter:meta-llama/Llama-3.2-1B"} <= set(card.data.tags)
+    for row in ("| kind | LORA |", "| rank | 16 |", "| alpha | 32 |", "| dropout | 0.05 |"):
+        assert row in card.text
+    assert "| target modules | q_proj, v_proj |" in card.text and "The adapter" not in render_card(RECORD)
+    assert_valid(render_card(RECORD, is_adapter=True))  # of a version that did not record it
+
+
 def test_results_are_in_the_metadata_and_beside_the_base_models():
     card = assert_valid(render_card(RECORD, EVALUATION, {"repo_id": "me/maths"}))
     assert [(r.dataset_name, r.metric_value) for r in card.data.eval_results] == [("gsm8k_heldout", 0.21)]
@@ -131,21 +150,9 @@ def test_results_are_in_the_metadata_and_beside_the_base_models():
 
 def test_every_number_in_a_table_is_one_that_was_recorded():
     text = render_card(RECORD, EVALUATION)
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    shown = {float(found.replace(",", "")) for row in rows for found in re.findall(r"(?<![\w.])\d[\d,]*\.?\d*", row)}
-    dense = {768.0 / 0.064, 7000.0, 7768.0 / 0.4}  # planned / its share of dense
-    shares = {100 * share for share in (0.125, 0.064, 1.0, 0.4)}
-    recorded = set(numbers(RECORD)) | set(numbers(EVALUATION)) | dense | shares | {8.0}  # 8: stages x replicas
-    missing = {value for value in shown if not any(abs(value - known) <= 6e-4 * abs(known) for known in recorded)}
-    assert len(shown) > 20 and not missing
-
-
-def numbers(value) -> list[float]:
-    if isinstance(value, dict):
-        return [number for entry in value.values() for number in numbers(entry)]
-    if isinstance(value, list):
-        return [number for entry in value for number in numbers(entry)]
-    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+    assert len(numbers_in_tables(text)) > 20 and untraced(text, RECORD, EVALUATION) == set()
+    assert untraced(text.replace("| 768 |", "| 769 |"), RECORD, EVALUATION) == {769.0}
+    assert "pip install hf_meshadapt==0.1.0 torch==2.13.0\n" in text and "torch 2.13.0+cpu" in text
 
 
 # The folder ----------------------------------------------------------------------------------------------------------
@@ -177,6 +184,17 @@ def test_only_results_of_this_very_model_are_on_its_card(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert "0.2100" not in card_of(folder)
     assert "step 30" in caplog.text
+
+
+def test_an_adapter_on_a_model_of_nobody_else_says_so(tmp_path, caplog):
+    folder = make_folder(tmp_path)
+    write_json(folder / "adapter_config.json", {})
+    write_json(folder / RECORD_NAME, RECORD | {"model": RECORD["model"] | {"base_model": None}})
+    card = assert_valid(write_card(folder).read_text())
+    assert "no base model of the Hub" in caplog.text and card.data.base_model is None
+    caplog.clear()
+    assert_valid(write_card(folder, base_model="me/base").read_text())
+    assert not caplog.messages
 
 
 def test_an_edited_card_is_known_as_such(tmp_path):

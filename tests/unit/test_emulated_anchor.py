@@ -74,7 +74,7 @@ def test_an_anchor_whose_priors_do_not_come_changes_no_bit(tmp_path, options):
     assert trainer.anchoring.history.num_snapshots == 1
 
 
-def test_priors_come_when_they_should(tmp_path):
+def test_priors_come_when_they_should(tmp_path, capsys):
     trainer = make(tmp_path, max_steps=10)
     assert trainer.anchoring.report() is None and trainer.anchoring.logs() == {}
     trainer = make(tmp_path, max_steps=10, **ANCHOR, logging_steps=5)
@@ -85,6 +85,13 @@ def test_priors_come_when_they_should(tmp_path):
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [log["prior_weight"] for log in logs] == [0, 1]
     assert "prior_age_steps" not in logs[0] and logs[1]["prior_age_steps"] == 6
+    assert "prior_version" not in logs[0] and logs[1]["prior_version"] == 3
+    news = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert news == [  # without any option
+        "step 1: no prior yet",
+        "step 6: its priors are in use (prior of step 0, 5 steps old)",
+    ]
+    assert trainer.anchoring.status() == "prior of step 3, 6 steps old"
     assert logs[1]["share_corrected"] == pytest.approx(trainer.metrics[-1]["share_corrected"])
     report = trainer.mesh_report()
     assert report["anchor"] == {

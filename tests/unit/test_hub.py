@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,24 @@ def test_pushing_again_replaces_weights_of_another_cut(server, folder):
     push(folder, "me/out")
     names = {name for name in uploaded(server) if name.startswith("model")}
     assert names == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)} | {"model.safetensors.index.json"}
+
+
+def test_benchmark_results_travel_with_the_model_they_are_of(server, folder):
+    """And take the place of those of the last one, but not of what others have put there."""
+    (folder / ".env").write_text("SECRET=1")
+    results = folder / ".eval_results"
+    results.mkdir()
+    for name in ("meshadapt-gsm8k.yaml", "theirs.yaml"):
+        (results / name).write_text("[]")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    push(folder, "me/out")
+    assert {name for name in uploaded(server) if name.startswith(".")} == {
+        ".eval_results/meshadapt-gsm8k.yaml",
+        ".eval_results/theirs.yaml",
+    }
+    shutil.rmtree(results)
+    push(folder, "me/out")
+    assert [name for name in uploaded(server) if name.startswith(".")] == [".eval_results/theirs.yaml"]
 
 
 def test_a_branch_and_a_checkpoint_with_its_state(server, folder):

@@ -12,7 +12,7 @@ import pytest
 from hf_meshadapt import metering
 from hf_meshadapt.figures import StepMeter, StepTotals, gather
 from hf_meshadapt.metering import UNKNOWN_PEER, SocketMeter
-from hf_meshadapt.progress import MeshProgressCallback
+from hf_meshadapt.progress import AnchorNews, MeshProgressCallback
 
 
 def connect() -> tuple[socket.socket, socket.socket]:
@@ -211,6 +211,9 @@ class Bar:
     def set_postfix_str(self, text):
         self.postfix = text
 
+    def update(self, steps):
+        pass
+
 
 def test_progress_bar_shows_the_latest_figures_on_rank_0_only():
     callback = MeshProgressCallback()
@@ -223,6 +226,38 @@ def test_progress_bar_shows_the_latest_figures_on_rank_0_only():
     callback.on_log(None, state, None, logs={"eval_loss": 2.0, "loss": 1.0})
     assert bar.postfix == "loss 1, 12,346 tok/s, 408 B/tok, wait 31%"
     assert len(bar.lines) == 2
+
+
+def test_progress_bar_says_at_every_step_how_it_goes_with_the_anchor():
+    said = ["no anchor connected yet"]
+    callback = MeshProgressCallback(lambda: said[-1])
+    callback.training_bar = bar = Bar()
+    callback.current_step = 0
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1)
+    callback.on_step_end(None, state, None)
+    assert bar.postfix == "no anchor connected yet"
+    said.append("prior of step 4, 7 steps old")
+    callback.on_log(None, state, None, logs={"loss": 1.5})
+    assert bar.postfix == "loss 1.5, prior of step 4, 7 steps old"
+
+
+def test_news_of_the_anchor_come_once_and_on_rank_0_only():
+    lines, phases = (
+        [],
+        ["no anchor connected yet"] * 2
+        + ["anchor connected, no prior yet", "anchor connected, its priors are in use"],
+    )
+    news = AnchorNews(lambda: phases[0], lambda: "prior of step 4, 7 steps old", lines.append)
+    for step in range(1, 9):
+        for first in (False, True):
+            news.on_step_end(None, SimpleNamespace(is_world_process_zero=first, global_step=step), None)
+        del phases[: len(phases) > 1]
+    assert [line.split(" (")[0] for line in lines] == [
+        "step 1: no anchor connected yet",
+        "step 3: anchor connected, no prior yet",
+        "step 4: anchor connected, its priors are in use",
+    ]
+    assert lines[-1].endswith("(prior of step 4, 7 steps old)")
 
 
 def test_bytes_that_are_counted_elsewhere_belong_to_their_axis():

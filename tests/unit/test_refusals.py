@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
+from hf_meshadapt.trainer_checks import _warn_of_emulation
 from tests.equality import Rows, collate_fixed, tiny_model
 
 
@@ -35,6 +36,23 @@ def build(tmp_path):
         return MeshAdaptTrainer(model=model or tiny_model("llama"), args=arguments, **{**data, **others})
 
     return trainer
+
+
+def test_an_emulated_mesh_says_once_that_it_is_one(build, caplog, monkeypatch, tmp_path):
+    _warn_of_emulation.cache_clear()
+    monkeypatch.setattr("sys.argv", ["my dir/train.py", "--max_steps", "5"])
+    build(args={"pipeline_stages": 1})  # an ordinary run
+    assert not caplog.messages
+    build(), build()
+    (said,) = [message for message in caplog.messages if "emulated" in message]
+    assert said.startswith("pipeline_stages=2, data_parallel_replicas=1 in one process without a launcher")
+    assert said.endswith("meshadapt launch --num-processes 2 --cpu 'my dir/train.py' --max_steps 5")
+    _warn_of_emulation.cache_clear()
+    caplog.clear()
+    args = MeshAdaptArguments(output_dir=str(tmp_path), pipeline_stages=2, report_to="none", use_cpu=True)
+    args.emulation_is_meant = True
+    MeshAdaptTrainer(model=tiny_model("llama"), args=args, train_dataset=Rows(8), data_collator=collate_fixed)
+    assert not caplog.messages
 
 
 def test_more_stages_than_layers(build):

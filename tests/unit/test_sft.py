@@ -132,6 +132,10 @@ def test_columns_with_nothing_to_train_on(build, names, streams):
         ValueError, match=f"train_dataset has only {listed}: must have text or messages, or prompt and"
     ):
         build(trainer={"train_dataset": data})
+    with pytest.raises(ValueError, match=f"eval_dataset has only {listed}: must have text or messages, or prompt and"):
+        build(trainer={"eval_dataset": data})
+    with pytest.raises(ValueError, match=rf"eval_dataset\['held_out'\] has only {listed}: must have text"):
+        build(trainer={"eval_dataset": {"held_out": data}})
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["formatting_func", "dataset_text_field"])

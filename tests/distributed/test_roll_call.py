@@ -1,0 +1,48 @@
+"""Calls that all ranks must make and one of them does not: the others say so, soon and by name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from hf_meshadapt import roll_call
+from hf_meshadapt.waiting import LinkError
+from tests.equality import mesh_trainer, tiny_model
+from tests.runs import fork
+
+LINK_TIMEOUT_SECONDS = 3.0
+
+
+def call_on_one_rank(rank: int, *, folder: Path) -> tuple[str, float]:
+    """Rank 0 saves alone; then rank 1 pushes alone and learns that rank 0 has ended."""
+    trainer = mesh_trainer(
+        tiny_model("llama"), 2, str(folder), pipeline_stages=2, max_steps=1, eval_strategy="no",
+        link_timeout_seconds=LINK_TIMEOUT_SECONDS,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()  # on all ranks: nothing to say
+    call, started = (trainer.save_model, trainer.push_to_hub)[rank], time.monotonic()
+    if rank == 1:
+        time.sleep(LINK_TIMEOUT_SECONDS + 1)
+        started = time.monotonic()
+    try:
+        call()
+    except LinkError as error:
+        said, seconds = str(error), time.monotonic() - started
+    if rank == 0:
+        roll_call.tell_the_end(rank)
+        time.sleep(LINK_TIMEOUT_SECONDS)
+    return said, seconds
+
+
+def test_a_call_that_one_rank_does_not_make_says_which(tmp_path):
+    (saved, waited_seconds), (pushed, pushed_seconds) = fork(call_on_one_rank, 2, folder=tmp_path)
+    assert saved == (
+        "save_model() is collective in a mesh, where each rank holds a part of the model. rank 0 (stage 0 of replica 0) "
+        "called it at step 1; not called in time (deadline 3 s) by rank 1 (stage 1 of replica 0). Call it on every rank, "
+        "not under `if trainer.is_world_process_zero()` or the like: rank 0 alone writes what is written once"
+    )
+    assert waited_seconds > LINK_TIMEOUT_SECONDS - 0.1
+    assert pushed.startswith("push_to_hub() is collective") and "rank 1 (stage 1 of replica 0) called it" in pushed
+    assert "by rank 0 (stage 0 of replica 0), which has ended." in pushed
+    assert pushed_seconds < LINK_TIMEOUT_SECONDS - 1  # at once, not at the deadline
