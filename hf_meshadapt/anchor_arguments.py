@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from .anchor.blockwise import CODE_BITS
 from .anchor.config import CIRCUITS, AnchorConfig, read_endpoint
-from .presets import user_error
+from .presets import BOUNDARY_FIELDS, user_error
 from .spectral.config import FILTER_RULES, RULES, SpectralConfig
 
 # A prior must be in use before the next one comes.
@@ -47,9 +47,9 @@ class AnchorArguments:
     circuit: str = field(
         default="fast",
         metadata={
-            "help": "Which circuit this launch is: `fast` trains, `anchor` (one process with the whole model) serves the "
-            "fast circuit at fast_endpoint; train() then returns when that has finished, evaluation and saving do "
-            "nothing. Give both the same model, data and other arguments.",
+            "help": "Which circuit this launch is: `fast` trains, `anchor` serves the fast circuit at fast_endpoint, with "
+            "the whole model in one process or with a stage in each of several; train() then returns when the fast circuit "
+            "has finished, evaluation and saving do nothing. Give both the same model, data and other arguments.",
             "choices": list(CIRCUITS),
         },
     )
@@ -153,6 +153,16 @@ class AnchorArguments:
         metadata={"help": "Steps over which the correction sets in once the first prior is there. Default: 0."},
     )
 
+    def _resolve_circuit(self) -> None:
+        """An anchor of several processes is a dense pipeline over them, whatever the fast circuit's mesh is."""
+        if not (self.anchor and self.runs_anchor and self.launched_ranks > 1):
+            return
+        self.pipeline_stages, self.data_parallel_replicas, self.pipeline_microbatches = self.launched_ranks, None, None
+        self.pipeline_chunks_per_rank, self.pipeline_schedule, self.pipeline_split = 1, "gpipe", None
+        for name in (*BOUNDARY_FIELDS, "calibration_tokens", "calibration_every"):
+            setattr(self, name, None)
+        self.boundary_codec = "none"
+
     def _resolve_anchor(self) -> None:
         """Checks the fields above.
 
@@ -205,16 +215,12 @@ class AnchorArguments:
             )
         if self.correction_rule == "control_variate":
             raise NotImplementedError(
-                "correction_rule='control_variate': anchors send uncoded gradients, not their difference from coded "
-                "ones. Use blend, or SpectralCorrection by itself"
+                "correction_rule='control_variate': it needs coded gradients of the anchor's batches too, thus the fast "
+                "circuit's cut and the state of its codecs at the snapshot. An anchor has neither: it is cut as it likes, "
+                "and snapshots are of weights alone. Use blend, or SpectralCorrection by itself"
             )
 
     def _check_endpoint(self) -> None:
-        if self.circuit == "anchor" and self.launched_ranks > 1:
-            raise NotImplementedError(
-                f"circuit='anchor' with {self.launched_ranks} launched ranks: an anchor is one process with the whole "
-                "model. Launch one"
-            )
         if self.fast_endpoint is None:
             if self.circuit == "anchor" or not self.emulated:
                 raise user_error(

@@ -175,10 +175,7 @@ class MeshAdaptArguments(AnchorArguments, ArgumentChecks, TrainingArguments):
             "dense; the paper uses 0.9 and 0.95. Evaluation is never masked."
         },
     )
-    mask_seed: int | None = field(
-        default=None,
-        metadata={"help": "Seed of the masks. Default: the training seed."},
-    )
+    mask_seed: int | None = field(default=None, metadata={"help": "Seed of the masks. Default: the training seed."})
     exact_first_token: bool | None = field(
         default=None,
         metadata={
@@ -235,6 +232,7 @@ class MeshAdaptArguments(AnchorArguments, ArgumentChecks, TrainingArguments):
 
     def __post_init__(self):
         self._check_fields(MeshAdaptArguments.__annotations__)
+        self._resolve_circuit()
         self._resolve_boundary()
         self._check_mesh()
         self._resolve_calibration()

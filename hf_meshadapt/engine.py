@@ -210,7 +210,7 @@ class MeshEngine(PipelineGradients):
             loss = self.runner.train_batch(batch, rows, keys, divisor, sync)
         self._step_loss = loss if accumulation == 0 else self._step_loss + loss
         if sync:
-            self._sum_tied_gradients()
+            self.sum_tied_gradients()
         return loss
 
     def end_step(self) -> None:

@@ -72,7 +72,8 @@ class PipelineGradients(Agreements):
             )
         return squared
 
-    def _sum_tied_gradients(self) -> None:
+    def sum_tied_gradients(self) -> None:
+        """Gives the copies of a tied embedding the sum of their gradients; collective over their ranks."""
         copies = self.parts.tied_copies()
         if not copies:
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from pathlib import Path
 import torch
 
 from hf_meshadapt.anchor.handshake import SECRET_VARIABLE
+from hf_meshadapt.cli.circuits import free_ports
 from tests.equality import mesh_trainer, tiny_model
-from tests.launch import rank_environment
+from tests.launch import free_port, rank_environment
 from tests.runs import SaveAt, collect_warnings, fork
 
 ROWS, NUM_ROWS = 4, 21
@@ -24,22 +24,6 @@ SECRET = "a secret of the tests"
 FAST = dict(
     eval_strategy="no", learning_rate=1e-2, gradient_accumulation_steps=1, link_timeout_seconds=60.0, logging_steps=1
 )
-
-
-def free_ports(count: int) -> int:
-    """The first of so many neighbouring free ports."""
-    for _ in range(100):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-    raise AssertionError(f"no {count} neighbouring ports are free")
 
 
 def train_fast(
@@ -98,11 +82,14 @@ def paced(step_seconds: float) -> Callable:
     return hook
 
 
-def serve(kind: str, folder: Path, options: dict) -> None:
-    """The anchor's launch: one process, of another process group, that knows nothing of the fast ranks' launcher."""
+def serve(kind: str, folder: Path, options: dict, rank: int = 0, num_ranks: int = 1, port: int = 0) -> None:
+    """A rank of the anchor's launch, of another process group, that knows nothing of the fast ranks' launcher."""
     os.setsid()
-    for name in rank_environment(0, 1, 0):
-        os.environ.pop(name, None)
+    for name, value in rank_environment(rank, num_ranks, port).items():
+        if num_ranks > 1:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
     os.environ[SECRET_VARIABLE] = SECRET
     torch.set_num_threads(1)
     gc.freeze()
@@ -111,41 +98,56 @@ def serve(kind: str, folder: Path, options: dict) -> None:
         output = trainer.train()
         assert output.global_step == 0 and trainer.evaluate() == {} and trainer.mesh_report() == {}
         trainer.save_model()
-        (folder / f"anchor-{os.getpid()}.txt").write_text(str(trainer.anchoring.circuit.num_priors))
+        if rank == 0:
+            (folder / f"anchor-{os.getpid()}.txt").write_text(str(trainer.anchoring.circuit.num_priors))
     except BaseException:
         (folder / f"anchor-error-{os.getpid()}.txt").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)
 
 
-def start_anchor(kind: str, folder: Path, **options) -> multiprocessing.Process:
+def start_anchor(kind: str, folder: Path, num_anchors: int = 1, **options) -> list[multiprocessing.Process]:
+    """The ranks of an anchor, in order."""
     folder.mkdir(parents=True, exist_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=serve, args=(kind, folder, options))
-    process.start()
-    return process
+    port, processes = free_port(), []
+    for rank in range(num_anchors):
+        arguments = (kind, folder, options, rank, num_anchors, port)
+        processes.append(multiprocessing.get_context("fork").Process(target=serve, args=arguments))
+        processes[-1].start()
+    return processes
+
+
+def join_anchor(processes: list[multiprocessing.Process], folder: Path) -> None:
+    """Waits for their end, which must be without an error."""
+    for process in processes:
+        process.join(30)
+    errors = "\n".join(path.read_text() for path in folder.glob("anchor-error-*.txt"))
+    codes = [process.exitcode for process in processes]
+    assert not any(codes) and None not in codes, f"exit codes {codes}\n{errors}"
 
 
 @contextmanager
 def anchor(kind: str, folder: Path, **options):
     """An anchor that must end by itself, without an error, once the fast circuit has."""
-    process = start_anchor(kind, folder, **options)
+    processes = start_anchor(kind, folder, **options)
     try:
-        yield process
-        process.join(30)
-        errors = "\n".join(path.read_text() for path in folder.glob("anchor-error-*.txt"))
-        assert process.exitcode == 0, f"exit code {process.exitcode}\n{errors}"
+        yield processes
+        join_anchor(processes, folder)
     finally:
-        process.kill()
-        process.join()
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def run_both(folder: Path, num_ranks: int, kind: str, **options) -> list[dict]:
-    """Fast ranks with an anchor beside them; their results in rank order."""
+    """Fast ranks with an anchor of `num_anchors` processes (1) beside them; the fast ranks' results in rank order."""
     endpoint = f"127.0.0.1:{free_ports(options['pipeline_stages'])}"
     of_run = {name: options[name] for name in ("resume", "save_at", "hook", "dropout") if name in options}
+    num_anchors = options.pop("num_anchors", 1)
     options = {name: value for name, value in options.items() if name not in of_run} | {"fast_endpoint": endpoint}
-    with anchor(kind, folder, **options) as process:
+    with anchor(kind, folder, num_anchors=num_anchors, **options) as processes:
         ranks = fork(train_fast, num_ranks, folder=folder, kind=kind, **of_run, **options)
-        # It leads a process group of its own.
-        assert process.pid not in {rank[name] for rank in ranks for name in ("pid", "process_group")}
+        # They lead process groups of their own.
+        foreign = {rank[name] for rank in ranks for name in ("pid", "process_group")}
+        assert not foreign & {process.pid for process in processes}
         return ranks

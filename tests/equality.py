@@ -130,14 +130,8 @@ def mesh_trainer(model, rows: int, folder: str, num_rows: int = 90, collator=col
     args = MeshAdaptArguments(
         output_dir=folder, per_device_train_batch_size=rows, per_device_eval_batch_size=rows, **arguments
     )
-    return MeshAdaptTrainer(
-        model=model,
-        args=args,
-        train_dataset=Rows(num_rows),
-        eval_dataset=Rows(22, seed=2),
-        data_collator=collator,
-        **options,
-    )
+    data = {"train_dataset": Rows(num_rows), "eval_dataset": Rows(22, seed=2), "data_collator": collator}
+    return MeshAdaptTrainer(model=model, args=args, **{**data, **options})
 
 
 def train_mesh(rank: int, kind: str, num_layers: int, rows: int, folder: str, num_rows: int = 90, **overrides) -> dict:

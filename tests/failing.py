@@ -57,7 +57,7 @@ PLACES = {
     "train": lambda trainer: (trainer.engine, "train_batch"),
     "forward": lambda trainer: (next(iter(trainer.engine.parts.stages.values())), "forward"),
     "counts": lambda trainer: (trainer.engine, "sum_over_replicas"),
-    "tied": lambda trainer: (trainer.engine, "_sum_tied_gradients"),
+    "tied": lambda trainer: (trainer.engine, "sum_tied_gradients"),
     "norm": lambda trainer: (trainer.engine, "_pipeline_norm"),
     "sync": lambda trainer: (trainer.engine.replication.synchronizer, "end_step"),
     "logs": lambda trainer: (trainer, "_maybe_log_save_evaluate"),

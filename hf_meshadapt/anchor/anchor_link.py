@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from .pump import Pump
 
 logger = logging.getLogger(__name__)
 
+WAIT_SECONDS = 1.0
 FIRST = 0  # the key of the source that tells where the others listen; keys are places in its list
 _REMEDY = f"Give both circuits of this run the same secret ({SECRET_VARIABLE}), and the anchor the right address"
 
@@ -39,6 +41,7 @@ class AnchorLink(Pump):
     Args:
         host, port: of the fast circuit's first source.
         secret: from `checked_secret`.
+        on_wait: is called, in the circuit's thread, before a wait and about every second of it.
 
     Attributes:
         sources: of the fast circuit, () until the first has been reached.
@@ -46,10 +49,12 @@ class AnchorLink(Pump):
         done: the fast circuit has said that it has finished.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, options: LinkOptions):
+    def __init__(
+        self, host: str, port: int, secret: bytes, options: LinkOptions, on_wait: Callable[[], None] = lambda: None
+    ):
         super().__init__(f"the anchor's link to {host}:{port}", options)
         self._first = Source(0, 0, host, port)
-        self._secret = secret
+        self._secret, self._on_wait = secret, on_wait
         self._changed = threading.Condition()  # for the circuit's thread, of all below
         self._waiting: dict[int, _Arrival] = {}  # the snapshot of each source that has not been taken, oldest first
         self._taken: deque[_Arrival] = deque()  # those to be acknowledged
@@ -67,8 +72,7 @@ class AnchorLink(Pump):
         Raises:
             LinkError: as `take`, or it took longer.
         """
-        with self._changed:
-            known = self._changed.wait_for(lambda: self.sources or self._over, timeout_seconds)
+        known = self._wait(lambda: self.sources or self._over, timeout_seconds)
         self._check()
         if not known:
             raise LinkError(
@@ -87,8 +91,8 @@ class AnchorLink(Pump):
         Raises:
             LinkError: the fast circuit refused this anchor or could not be reached for `reconnect_seconds`.
         """
+        self._wait(lambda: self._waiting or self._over, timeout_seconds)
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._over, timeout_seconds)
             self._check()
             if self.done or not self._waiting:
                 return None
@@ -119,14 +123,25 @@ class AnchorLink(Pump):
         Raises:
             LinkError: as `take`, or it took longer.
         """
-        with self._changed:
-            arrived = self._changed.wait_for(lambda: not self._unsent() or self._over, timeout_seconds)
-            self._check()
-            if not arrived:
-                raise LinkError(
-                    f"the anchor waited for {', '.join(map(str, self._unsent()))} to receive its prior (deadline "
-                    f"{timeout_seconds:g} s). Check the link's speed and rate limit"
-                )
+        arrived = self._wait(lambda: not self._unsent() or self._over, timeout_seconds)
+        self._check()
+        if not arrived:
+            raise LinkError(
+                f"the anchor waited for {', '.join(map(str, self._unsent()))} to receive its prior (deadline "
+                f"{timeout_seconds:g} s). Check the link's speed and rate limit"
+            )
+
+    def _wait(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
+        """Waits until the condition holds; False when the time was over before."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            self._on_wait()
+            left = deadline - time.monotonic()
+            with self._changed:
+                if self._changed.wait_for(condition, max(0.0, min(left, WAIT_SECONDS))):
+                    return True
+            if left <= WAIT_SECONDS:
+                return False
 
     @property
     def _over(self) -> bool:

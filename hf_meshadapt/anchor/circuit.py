@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,23 @@ class CircuitLink(Protocol):
     def send(self, stage: int, fields: dict, tensors: Tensors) -> bool: ...
 
     def flush(self, timeout_seconds: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the passes over one snapshot made.
+
+    Attributes:
+        names: of the parameters whose gradients they are.
+        gradient_norm: of all gradients together.
+        broken: names of those that are not finite.
+        tensors_of: names of one stage's parameters to the tensors of its prior.
+    """
+
+    names: Set[str]
+    gradient_norm: float
+    broken: list[str]
+    tensors_of: Callable[[Iterable[str]], Tensors]
 
 
 class AnchorCircuit:
@@ -113,23 +131,30 @@ class AnchorCircuit:
 
     def _answer(self, version: int, stages: dict[int, Tensors]) -> None:
         whole = {name: tensor for weights in stages.values() for name, tensor in weights.items()}
-        gradients = self._mean_gradients(whole)
-        broken = not_finite(gradients)
-        if broken:
-            logger.warning("no prior of step %d: gradients are not finite: %s", version, ", ".join(broken[:3]))
+        work = self.work(version, whole)
+        if work.broken:
+            logger.warning("no prior of step %d: gradients are not finite: %s", version, ", ".join(work.broken[:3]))
             return
-        fields = {"version": version, "num_batches": self.num_batches, "gradient_norm": norm(gradients)}
+        fields = {"version": version, "num_batches": self.num_batches, "gradient_norm": work.gradient_norm}
         self._link.flush(self._flush_seconds)
         if self._link.done:
             return
         for stage, weights in stages.items():
-            missing = [name for name in weights if name not in gradients]
+            missing = [name for name in weights if name not in work.names]
             if missing:
                 raise ValueError(f"the anchor's gradients lack {', '.join(missing[:3])}, which stage {stage} trains")
-            tensors = self._compress({name: gradients[name] for name in weights})
-            if not self._link.send(stage, fields, tensors):
+            if not self._link.send(stage, fields, work.tensors_of(weights)):
                 logger.warning("stage %d is not connected: it gets no prior of step %d", stage, version)
         self.num_priors += 1
+
+    def work(self, version: int, weights: Tensors) -> Work:
+        """The passes over a snapshot of the whole model."""
+        gradients = self.mean_gradients(weights)
+
+        def tensors_of(names: Iterable[str]) -> Tensors:
+            return self._compress({name: gradients[name] for name in names})
+
+        return Work(gradients.keys(), norm(gradients), not_finite(gradients), tensors_of)
 
     def _weights(self, sources: tuple[Source, ...]) -> dict[int, Tensors]:
         """By stage and name, the slices put together."""
@@ -148,7 +173,8 @@ class AnchorCircuit:
             weights[stage] = layout.unpack(blocks)
         return weights
 
-    def _mean_gradients(self, weights: Tensors) -> Tensors:
+    def mean_gradients(self, weights: Tensors) -> Tensors:
+        """Mean over the next `anchor_batches` batches."""
         return mean_gradients((self._pass(weights) for _ in range(self._anchor_batches)), self._anchor_batches)
 
     def _pass(self, weights: Tensors) -> Tensors:

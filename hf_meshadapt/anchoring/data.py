@@ -1,8 +1,11 @@
-"""What the anchor reads: the training set in an order of its own, without an end, from any position on."""
+"""What the anchor reads: the training set, or a shard of a stream, without an end, from any position on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +25,10 @@ class AnchorBatches(Iterator[dict]):
         num_taken: batches that were taken before.
 
     Raises:
-        NotImplementedError: the data set cannot be read by index.
-        ValueError: it has no rows.
+        ValueError: the data set has no rows.
     """
 
     def __init__(self, dataset: Sequence, collate: Callable[[list], Any], rows: int, seed: int, num_taken: int = 0):
-        refuse_stream(dataset)
         if not len(dataset):
             raise ValueError("train_dataset is empty: the anchor needs at least one row")
         self.dataset, self.collate, self.rows, self.seed, self.num_taken = dataset, collate, rows, seed, num_taken
@@ -35,8 +36,7 @@ class AnchorBatches(Iterator[dict]):
 
     def __next__(self) -> Any:
         first = self.num_taken * self.rows
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_mixed(self.seed, self.num_taken))
+        with drawing(self.seed, self.num_taken):
             batch = self.collate([self.dataset[self._index(first + i)] for i in range(self.rows)])
         self.num_taken += 1
         return batch
@@ -49,13 +49,94 @@ class AnchorBatches(Iterator[dict]):
         return self._order[place]
 
 
-def refuse_stream(dataset) -> None:
-    """Raises NotImplementedError for a data set that cannot be read by index."""
-    if not (hasattr(dataset, "__getitem__") and has_length(dataset)):
+class StreamBatches(Iterator[dict]):
+    """Batches of one shard of a data set without indices: of every n-th row. The stream begins anew where it ends.
+
+    What was taken before is read past, so that rows, and what a collator draws of torch's random numbers, depend on seed
+    and position alone, provided that the stream gives the same rows whenever it is read.
+
+    Args:
+        dataset: gives its rows from the first on whenever it is iterated over; its `set_epoch`, if any, is called on a
+            copy, since the fast circuit may read the same object.
+        collate, rows, num_taken: as for `AnchorBatches`.
+        every: n.
+        seed: chooses the shard, and what is drawn.
+
+    Raises:
+        NotImplementedError: the data set can be read once only.
+        ValueError: while reading: the shard has no rows.
+    """
+
+    def __init__(
+        self, dataset, collate: Callable[[list], Any], rows: int, seed: int, num_taken: int = 0, every: int = 1
+    ):
+        refuse_unreadable(dataset)
+        self.dataset = copy.deepcopy(dataset) if hasattr(dataset, "set_epoch") else dataset
+        self.collate, self.rows, self.seed, self.num_taken, self.every = collate, rows, seed, num_taken, every
+        self._examples, self._num_read = self._read(), 0
+
+    def __next__(self) -> Any:
+        while self._num_read < self.num_taken:
+            with drawing(self.seed, self._num_read):
+                self._next_rows()
+        with drawing(self.seed, self.num_taken):
+            batch = self.collate(self._next_rows())
+        self.num_taken += 1
+        return batch
+
+    def _next_rows(self) -> list:
+        self._num_read += 1
+        return [next(self._examples) for _ in range(self.rows)]
+
+    def _read(self) -> Iterator[Any]:
+        for epoch in itertools.count():
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            shard = itertools.islice(iter(self.dataset), self.seed % self.every, None, self.every)
+            empty = True
+            for example in shard:
+                empty = False
+                yield example
+            if empty:
+                raise ValueError(
+                    f"train_dataset ended before the anchor's first row: of {self.every} it reads one. Give the stream "
+                    "so many rows at least, or set anchor_every lower"
+                )
+
+
+def anchor_batches(
+    dataset, collate, rows: int, seed: int, num_taken: int, every: int
+) -> AnchorBatches | StreamBatches:
+    """What the anchor reads of a data set; `every` is that of streams.
+
+    Raises:
+        NotImplementedError, ValueError: as the two classes.
+    """
+    if has_indices(dataset):
+        return AnchorBatches(dataset, collate, rows, seed, num_taken)
+    return StreamBatches(dataset, collate, rows, seed, num_taken, every)
+
+
+def has_indices(dataset) -> bool:
+    """It can be read in any order."""
+    return hasattr(dataset, "__getitem__") and has_length(dataset)
+
+
+def refuse_unreadable(dataset) -> None:
+    """Raises NotImplementedError for a data set that the anchor cannot read beside the fast circuit, or again."""
+    if not has_indices(dataset) and (isinstance(dataset, Iterator) or not isinstance(dataset, Iterable)):
         raise NotImplementedError(
-            f"anchor=True with a {type(dataset).__name__}: the anchor reads the training set in an order of its own. Use "
-            "a data set with a length and indices"
+            f"anchor=True with a {type(dataset).__name__}: the anchor reads the training set by itself, from the beginning "
+            "after every restart. Use a data set with a length and indices, or one that can be iterated over again"
         )
+
+
+@contextlib.contextmanager
+def drawing(seed: int, position: int) -> Iterator[None]:
+    """Within it torch's random numbers depend on these two alone; outside, nothing was drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_mixed(seed, position))
+        yield
 
 
 def _mixed(seed: int, number: int) -> int:

@@ -8,7 +8,7 @@ from ..anchor.circuit import mean_gradients, norm, not_finite
 from ..anchor.snapshot import Layout, SnapshotEncoder
 from ..spectral.compressor import GradientCompressor
 from .base import Anchored
-from .data import refuse_stream
+from .data import refuse_unreadable
 from .passes import AnchorPasses
 from .prior import Prior
 
@@ -26,7 +26,7 @@ class EmulatedAnchor(Anchored):
         self.exact = exact
         super().__init__(trainer)
         if trainer.train_dataset is not None:
-            refuse_stream(trainer.train_dataset)
+            refuse_unreadable(trainer.train_dataset)
         self.layout = Layout(self.shapes)
         self.passes = AnchorPasses(trainer)
         # Cold, since a distributed anchor that is started anew has no warm start either.

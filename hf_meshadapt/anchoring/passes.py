@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..batches import checked, source_of, tensors_of
-from .data import AnchorBatches
+from ..pipeline.microbatch import batch_digest
+from .data import AnchorBatches, StreamBatches, anchor_batches
 
 
 class AnchorPasses:
-    """Runs uncoded passes through all stages in this process, for a trainer of the emulated mesh.
+    """Runs uncoded passes: through all stages in this process, or as one stage of an anchor of several processes.
 
     They run in evaluation mode. Dropout would add noise to what shall denoise, and draw random numbers that the training
     passes of the same process then miss.
@@ -23,15 +24,19 @@ class AnchorPasses:
         self._trainer = trainer
         self._named = trainer.engine.parts.stored_trainable()
 
-    def batches(self, dataloader, seed: int, num_taken: int) -> AnchorBatches:
+    def batches(self, dataloader, seed: int, num_taken: int) -> AnchorBatches | StreamBatches:
         """The anchor's batches, by the data set and the collator of the trainer's loader."""
-        rows = self._trainer.args.per_device_train_batch_size
-        return AnchorBatches(source_of(dataloader), dataloader.collate_fn, rows, seed, num_taken)
+        args = self._trainer.args
+        rows, config = args.per_device_train_batch_size, args.anchor_config()
+        # Of a stream, so that it goes through it as fast as a replica does, whose batches are so many for one of ours.
+        every = max(1, config.anchor_every * args.gradient_accumulation_steps // config.anchor_batches)
+        return anchor_batches(source_of(dataloader), dataloader.collate_fn, rows, seed, num_taken, every)
 
     def gradients(self, weights: dict[str, Tensor], batch) -> dict[str, Tensor]:
         """Gradients of the mean-token loss of a batch by parameter name, the copies of a tied matrix summed.
 
-        The model's weights and gradients are as before afterwards.
+        Of this process's parameters; collective over the stages of an anchor of several. The model's weights and gradients
+        are as before afterwards.
 
         Args:
             weights: of every trainable parameter by name; not written to.
@@ -39,13 +44,22 @@ class AnchorPasses:
         trainer = self._trainer
         batch = trainer._prepare_inputs(tensors_of(checked(batch)))
         num_items = trainer._count_labels(batch["labels"]).to(trainer.engine.device, torch.float32).clamp(min=1)
+        trainer.engine.agree_on_length(batch["labels"].shape[1])
         with weights_in_place(self._named, weights):
             trainer.engine.runner.backward_uncoded(batch, len(batch["labels"]), num_items)
+            self._agree(batch)
             gradients: dict[str, Tensor] = {}
             for name, parameter in self._named:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         return gradients
+
+    def _agree(self, batch) -> None:
+        """Over the stages of an anchor of several processes: they read the same, and copies have one gradient."""
+        engine = self._trainer.engine
+        if engine.groups is not None:
+            engine.agree_on_batches(batch_digest(batch), "for a prior")
+            engine.sum_tied_gradients()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from .circuits import CPU, fast_options, refuse_several_machines, run_both, shown
 from .options import add_command
 
 CONFIGS = ("cpu_2x1", "cpu_2x2", "cpu_4x1", "gpu_2x2", "two_machines_2x1")
@@ -17,7 +18,7 @@ def add_commands(commands) -> None:
         commands,
         "launch",
         run,
-        "start a training script on several processes, by accelerate's launcher",
+        "start a training script on several processes, by accelerate's launcher, and an anchor beside it",
         "meshadapt launch --config cpu_2x2 train.py --pipeline_stages 2 --output_dir runs/try",
     )
     what = launch.add_mutually_exclusive_group(required=True)
@@ -28,26 +29,67 @@ def add_commands(commands) -> None:
     )
     what.add_argument("--num-processes", type=int, metavar="N", help="so many processes on this machine")
     launch.add_argument("--cpu", action="store_true", help="with --num-processes: on the CPU")
-    launch.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
+    launch.add_argument(
+        "--anchor",
+        type=int,
+        metavar="N",
+        help="start an anchor of N processes beside it, with the same script: --circuit anchor, and what else both "
+        "circuits need, is added to its arguments",
+    )
+    launch.add_argument(
+        "--anchor-devices",
+        metavar="LIST",
+        help="with --anchor: the GPUs that it sees, such as 4,5; without, its first process shares the first GPU",
+    )
+    launch.add_argument("--dry-run", action="store_true", help="print what would be run and do not run it")
     launch.add_argument("script", metavar="SCRIPT", help="the training script")
     launch.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
 
 
 def run(args) -> int:
-    command = launch_command(args.config, args.num_processes, [args.script, *args.script_args])
+    script_args = list(args.script_args)
+    if args.anchor is not None:
+        script_args += fast_options(args.script_args)
+    command = launch_command(args.config, args.num_processes, [args.script, *script_args])
     if args.cpu and args.config:
         raise ValueError("--cpu has no effect with --config: choose a launch file whose name begins with cpu")
+    commands, changes = [command], [CPU if args.cpu else {}]
+    if args.anchor is not None:
+        commands.append(anchor_command(args, script_args))
+        changes.append(anchor_changes(args))
+    elif args.anchor_devices is not None:
+        raise ValueError("--anchor-devices has no effect without --anchor")
     if args.dry_run:
-        import shlex
-
-        print("ACCELERATE_USE_CPU=true " * args.cpu + shlex.join(command))
+        print("\n".join(map(shown, commands, changes)))
         return 0
     if not Path(args.script).is_file():
         # Every process would say so, amid what the launcher says of its children.
         raise ValueError(f"{args.script}: no such file. Give a training script")
-    if args.cpu:
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher's own --cpu would start one process
+    if args.anchor is not None:
+        return run_both(*commands, changes)
+    os.environ.update(*changes)
     os.execv(command[0], command)
+
+
+def anchor_command(args, script_args: list[str]) -> list[str]:
+    """The command that starts the anchor.
+
+    Raises:
+        ValueError: less than one process, or a launch file for several machines.
+    """
+    if args.anchor < 1:
+        raise ValueError(f"--anchor={args.anchor}: must be at least 1")
+    if args.config is not None:
+        refuse_several_machines(config_file(args.config))
+    script = [args.script, *script_args, "--circuit", "anchor"]
+    return [sys.executable, *script] if args.anchor == 1 else launch_command(None, args.anchor, script)
+
+
+def anchor_changes(args) -> dict[str, str]:
+    """Variables of the anchor's environment."""
+    on_cpu = args.cpu or (args.config in CONFIGS and args.config.startswith("cpu"))
+    devices = {} if args.anchor_devices is None else {"CUDA_VISIBLE_DEVICES": args.anchor_devices}
+    return (CPU if on_cpu else {}) | devices
 
 
 def launch_command(config: str | None, num_processes: int | None, script: list[str]) -> list[str]:

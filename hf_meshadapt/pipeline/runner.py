@@ -112,6 +112,17 @@ class Runner(ABC):
             for stage in self.parts.stages.values():
                 stage.observer = None
 
+    def backward_uncoded(self, batch: Batch, rows: int, num_items: torch.Tensor) -> None:
+        """One replica's batch, uncoded and without dropout; adds the gradient of its loss to `.grad`.
+
+        Without dropout, since the pass shall see what is there and draw none of the training passes' random numbers.
+
+        Args:
+            num_items: what the summed token loss is divided by, scalar.
+        """
+        self._set_mode(training=False)
+        self._backward(batch, rows, num_items)
+
     def set_boundary(self, boundary: BoundaryConfig) -> None:
         """Takes other budgets, at the ends too, which then need a fit; on all ranks together."""
         self.boundary = boundary
@@ -156,6 +167,9 @@ class Runner(ABC):
     @abstractmethod
     def _observe(self, batch, rows) -> None: ...
 
+    @abstractmethod
+    def _backward(self, batch, rows, num_items) -> None: ...
+
 
 class PipelineRunner(Runner):
     """This rank's chunks of a pipeline over processes.
@@ -189,8 +203,11 @@ class PipelineRunner(Runner):
         return self._step(schedule.eval, batch, inputs)
 
     def _observe(self, batch, rows):
+        self._backward(batch, rows, torch.ones((), device=self.device))
+
+    def _backward(self, batch, rows, num_items):
         schedule, inputs = self._uncoded(batch, rows, "observe")
-        self._step(schedule.step, batch, inputs)
+        self._step(schedule.step, batch, inputs | {"num_items": num_items.expand(self._num_uncoded(rows))})
 
     def _uncoded(self, batch: Batch, rows: int, mode: str) -> tuple:
         count = self._num_uncoded(rows)

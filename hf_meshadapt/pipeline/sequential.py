@@ -59,15 +59,7 @@ class SequentialRunner(Runner):
             total += self._forward(microbatch)
         return total
 
-    def backward_uncoded(self, batch: Batch, rows: int, num_items: torch.Tensor) -> None:
-        """One replica's batch, uncoded and without dropout; adds the gradient of its loss to `.grad`.
-
-        Without dropout, since the pass shall see what is there and draw none of the training passes' random numbers.
-
-        Args:
-            num_items: what the summed token loss is divided by, scalar.
-        """
-        self._set_mode(training=False)
+    def _backward(self, batch, rows, num_items):
         inputs = {"input_ids": batch["input_ids"], **self._model_inputs(batch)}
         for microbatch in split_rows(inputs, self._num_uncoded(rows)):
             self._forward(microbatch | {"num_items": num_items}).backward()

@@ -13,7 +13,8 @@ from .test_launch import LAUNCHERS, ROOT, model_and_data  # noqa: F401 (a fixtur
 
 
 @pytest.mark.slow
-def test_two_launches_of_one_script_are_one_run(model_and_data, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("together", [False, True], ids=["two launches", "meshadapt launch --anchor 2"])
+def test_both_circuits_of_one_script_are_one_run(together, model_and_data, tmp_path):  # noqa: F811
     model, data = model_and_data
     script = [
         "examples/finetune_gsm8k.py", "--model_name_or_path", str(model), "--dataset_name", str(data), "--use_cpu",
@@ -23,18 +24,18 @@ def test_two_launches_of_one_script_are_one_run(model_and_data, tmp_path):  # no
     ]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment[SECRET_VARIABLE] = new_secret()
-    linked = ["--anchor_deterministic", "--fast_endpoint", f"127.0.0.1:{free_ports(2)}"]
-    fast = [*LAUNCHERS["accelerate"], *script, *linked, "--metrics_file", str(tmp_path / "fast.json")]
-    anchor = [
-        *LAUNCHERS["python"],
-        *script,
-        *linked,
-        "--circuit",
-        "anchor",
-        "--metrics_file",
-        str(tmp_path / "no.json"),
-    ]
-    both = [start(command, environment, tmp_path / f"{i}.log") for i, command in enumerate((fast, anchor))]
+    fast_options = ["--anchor_deterministic", "--metrics_file", str(tmp_path / "fast.json")]
+    if together:
+        launcher = [*LAUNCHERS["python"], "-m", "hf_meshadapt", "launch", "--anchor", "2", "--config", "cpu_2x1"]
+        commands = [[*launcher, *script, *fast_options]]
+    else:
+        script_of_both = [*script, *fast_options, "--fast_endpoint", f"127.0.0.1:{free_ports(2)}"]
+        anchor_options = ["--circuit", "anchor", "--metrics_file", str(tmp_path / "no.json")]
+        commands = [
+            [*LAUNCHERS["accelerate"], *script_of_both],
+            [*LAUNCHERS["python"], *script_of_both, *anchor_options],
+        ]
+    both = [start(command, environment, tmp_path / f"{i}.log") for i, command in enumerate(commands)]
     try:
         for i, process in enumerate(both):
             assert process.wait(240) == 0, (tmp_path / f"{i}.log").read_text()[-5000:]

@@ -63,10 +63,8 @@ def test_wrong_values_are_refused_with_field_value_and_remedy(make, fields, name
 
 
 def test_what_cannot_be_done_is_refused(make):
-    with pytest.raises(NotImplementedError, match="control_variate"):
+    with pytest.raises(NotImplementedError, match="control_variate.*An anchor has neither"):
         make(**ON, correction_rule="control_variate")
-    with pytest.raises(NotImplementedError, match="2 launched ranks.*Launch one"):
-        make(2, **ON, **ENDPOINT, circuit="anchor")
     with pytest.raises(ValueError, match="^fast_endpoint=None"):
         make(2, **ON)
 
@@ -123,3 +121,26 @@ def test_endpoints_say_what_to_bind_to():
         "[2001:db8::1]:5",
     ]
     assert [one.bind_host for one in endpoints] == ["", "127.0.0.1", "localhost", "::1", "::"]
+
+
+def test_an_anchor_of_several_processes_is_a_dense_pipeline_over_them(make, monkeypatch):
+    # Without the others whom a launcher would have started.
+    monkeypatch.setattr("hf_meshadapt.arguments.join_world", lambda *_: None)
+    monkeypatch.setattr("transformers.TrainingArguments.__post_init__", lambda self: None)
+    fast = dict(
+        anchor=True, **ENDPOINT, pipeline_stages=4, pipeline_chunks_per_rank=2, pipeline_schedule="interleaved",
+        pipeline_split="1,1,1,1,1,1,1,1", pipeline_microbatches=8, per_device_train_batch_size=8, preset="paper",
+        mask_ratio=0.9, exact_first_token=True, dp_sync="powersgd",
+    )  # fmt: skip
+    args = make(3, **fast, circuit="anchor")
+    mesh = args.mesh_config()
+    assert (mesh.stages, mesh.replicas, mesh.chunks_per_rank, mesh.schedule) == (3, 1, 1, "gpipe")
+    assert (mesh.microbatches, mesh.layers_per_chunk, mesh.emulated) == (4, None, False)
+    assert (args.boundary_config().codec, args.boundary_config().wire_dtype) == ("none", "bfloat16")
+    again = make(3, **fast, circuit="anchor")
+    assert dataclasses.replace(again).to_dict() == again.to_dict() == args.to_dict()
+    # What the correction does follows from the fast circuit's preset.
+    assert args.spectral_config() == make(8, **fast).spectral_config()
+    # One process runs the fast circuit's own cut, and a fast circuit of one stage may have an anchor of several.
+    assert make(1, **fast, circuit="anchor").mesh_config().stages == 4
+    assert make(2, anchor=True, **ENDPOINT, circuit="anchor", calibration_tokens=None).mesh_config().stages == 2

@@ -237,3 +237,14 @@ def test_only_an_end_that_is_done_says_so(done):
         far.shutdown(socket.SHUT_RDWR)
         closing.join(20.0)
     assert not closing.is_alive()
+
+
+def test_an_anchor_that_waits_says_so_every_second():
+    """Its other ranks would take a silent one for dead."""
+    waits = []
+    link = AnchorLink("127.0.0.1", 1, b"secret", LinkOptions(), on_wait=lambda: waits.append(len(waits)))
+    assert link.take(1.2) is None and waits == [0, 1]
+    with pytest.raises(LinkError, match="waited for the fast circuit"):
+        link.wait_for_sources(0.1)
+    link.flush(0.1)
+    assert waits == [0, 1, 2, 3]

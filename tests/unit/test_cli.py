@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_meshadapt.checkpoint_folder import write_json
+from hf_meshadapt.cli.circuits import run_both
 from hf_meshadapt.cli.launch import CONFIGS
 from hf_meshadapt.cli.main import main, make_parser
 from hf_meshadapt.run_record import RECORD_NAME
@@ -56,6 +58,10 @@ def test_every_command_explains_itself_with_an_example(command, capsys):
         ("launch --config cpu_2x1 --cpu train.py", "--cpu has no effect"),
         ("launch --num-processes 1 train.py", "must be at least 2"),
         ("launch --config cpu_2x1 nowhere.py", "nowhere.py: no such file"),
+        ("launch --config cpu_2x1 --anchor 0 train.py", "--anchor=0: must be at least 1"),
+        ("launch --config cpu_2x1 --anchor-devices 1 train.py", "--anchor-devices has no effect"),
+        ("launch --config two_machines_2x1 --anchor 1 train.py", "it is for several machines"),
+        ("launch --config cpu_2x1 --anchor 1 train.py --circuit fast", "--circuit with --anchor"),
         ("env --model . --stages 0", "pipeline_stages=0: must be at least 1"),
     ],
 )
@@ -90,6 +96,45 @@ def test_launch_is_accelerates_launcher_with_our_files(capsys):
     assert main(["launch", "--dry-run", "--num-processes", "4", "--cpu", "train.py"]) == 0
     line = capsys.readouterr().out
     assert line.startswith("ACCELERATE_USE_CPU=true ") and line.endswith("--num_processes 4 train.py\n")
+
+
+def test_launch_starts_an_anchor_beside_it(capsys):
+    script = ["train.py", "--pipeline_stages", "2"]
+    assert main(["launch", "--dry-run", "--config", "cpu_2x1", "--anchor", "1", *script]) == 0
+    fast, anchor = capsys.readouterr().out.splitlines()
+    port = int(fast.rpartition(":")[2])
+    shared = f"train.py --pipeline_stages 2 --anchor true --fast_endpoint 127.0.0.1:{port}"
+    assert "accelerate.commands.launch" in fast and fast.endswith(shared)
+    assert anchor == f"ACCELERATE_USE_CPU=true {sys.executable} {shared} --circuit anchor"
+    given = ["--anchor=true", "--fast_endpoint=10.0.0.1:5"]
+    options = ["--num-processes", "2", "--anchor", "3", "--anchor-devices", "4,5,6"]
+    assert main(["launch", "--dry-run", *options, *script, *given]) == 0
+    fast, anchor = capsys.readouterr().out.splitlines()
+    assert fast.endswith(f"--num_processes 2 {' '.join(script + given)}")
+    assert anchor.startswith("CUDA_VISIBLE_DEVICES=4,5,6 ")
+    assert anchor.endswith(f"--num_processes 3 {' '.join(script + given)} --circuit anchor")
+
+
+SHOW = "import os; print(len(os.environ['HF_MESHADAPT_ANCHOR_SECRET']) > 20, os.environ['WHO'], flush=True); "
+
+
+@pytest.mark.parametrize(
+    ("fast", "anchor", "code", "told"),
+    [
+        ("time.sleep(1)", "pass", 0, ""),
+        ("time.sleep(1)", "sys.exit(3)", 0, "The anchor ended with exit code 3: the run goes on without."),
+        ("sys.exit(4)", "time.sleep(60)", 4, ""),
+        ("os.kill(os.getpid(), 9)", "time.sleep(60)", 137, ""),
+    ],
+    ids=["both end", "the anchor fails", "the fast circuit fails", "the fast circuit is killed"],
+)
+def test_both_circuits_end_together(fast, anchor, code, told, capfd):
+    commands = [[sys.executable, "-c", f"{SHOW} import sys, time; {work}"] for work in (fast, anchor)]
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_both(*commands, [{"WHO": "fast"}, {"WHO": "anchor"}]) == code
+    assert signal.getsignal(signal.SIGTERM) is before
+    output, error = capfd.readouterr()
+    assert "True fast" in output and told in error and bool(told) == bool(error)
 
 
 def test_card_takes_what_the_run_cannot_know(tmp_path, capsys):

@@ -245,13 +245,33 @@ class Recorder:
         return batch
 
 
-def test_what_an_anchor_cannot_read_is_refused(tmp_path):
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            yield from Rows(8)
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from Rows(21)
 
-    args = make(tmp_path, **ANCHOR).args
-    from hf_meshadapt import MeshAdaptTrainer
 
-    with pytest.raises(NotImplementedError, match="anchor=True with a Stream"):
-        MeshAdaptTrainer(tiny_model("llama"), args, train_dataset=Stream(), data_collator=collate_fixed)
+class Once(Stream):
+    def __next__(self):
+        raise StopIteration
+
+
+def test_of_a_stream_it_reads_a_shard_and_a_resumed_run_goes_on_there(tmp_path):
+    options = {**ANCHOR, "trainer": {"train_dataset": Stream()}}
+    whole = make(tmp_path, **options)
+    whole.add_callback(SaveAt((4,)))
+    whole.train()
+    assert whole.anchoring.batches.num_taken == 3
+    # Of 21 rows, every third one from the one that the seed chooses: the next four are of the second round.
+    seed = whole.args.anchor_config().seed
+    shard = Rows(21).rows[seed % 3 :: 3]
+    expected = collate_fixed([shard[i % len(shard)] for i in range(12, 16)])
+    assert seed == 8 and torch.equal(next(whole.anchoring.batches)["input_ids"], expected["input_ids"])
+    resumed = make(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.metrics == whole.metrics[4:]
+
+
+def test_a_data_set_that_can_be_read_once_is_refused(tmp_path):
+    with pytest.raises(NotImplementedError, match="anchor=True with a Once"):
+        make(tmp_path, **ANCHOR, trainer={"train_dataset": Once()})
