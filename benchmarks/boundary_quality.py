@@ -113,6 +113,22 @@ def load_data(corpus: str):
     return tokenizer, tokenize(train, num_problems, tokenizer, script), tokenize(held_out, HELD_OUT, tokenizer, script)
 
 
+def make_trainer(args, data):
+    """Trains the model of all runs on what `load_data` returned."""
+    from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+
+    from hf_meshadapt import MeshAdaptTrainer
+
+    tokenizer, train, held_out = data
+    return MeshAdaptTrainer(
+        model=AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"),
+        args=args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+    )
+
+
 def load_kjv(tokenizer):
     """Sequences of the Old Testament to train on, of the New held out."""
     import subprocess
@@ -141,11 +157,8 @@ def run(
     **extra,
 ) -> dict:
     """One training run; returns its raw row."""
-    from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+    from hf_meshadapt import MeshAdaptArguments
 
-    from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
-
-    tokenizer, train, held_out = data
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         args = MeshAdaptArguments(
@@ -154,13 +167,7 @@ def run(
             bf16=True, use_cpu=True, seed=seed, save_strategy="no", report_to="none", disable_tqdm=True,
             logging_steps=10, **CONFIGURATIONS.get(name, {}), **extra,
         )  # fmt: skip
-        trainer = MeshAdaptTrainer(
-            model=AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"),
-            args=args,
-            train_dataset=train,
-            eval_dataset=held_out,
-            data_collator=DataCollatorForSeq2Seq(tokenizer),
-        )
+        trainer = make_trainer(args, data)
         if before is None:  # the same for every run
             before = trainer.evaluate()["eval_loss"]
         trainer.train()

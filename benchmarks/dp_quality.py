@@ -14,7 +14,7 @@ import tempfile
 import time
 from statistics import mean, stdev
 
-from .boundary_quality import MODEL, load_data
+from .boundary_quality import load_data, make_trainer
 from .common import RESULTS, print_table, write_result
 
 NAME, STEPS, MAX_LENGTH = "dp_quality", 200, 160
@@ -29,11 +29,8 @@ SYNCS: dict[str, dict] = {
 
 def run(sync: str, seed: int, data) -> dict:
     """One training run; returns its raw row."""
-    from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+    from hf_meshadapt import MeshAdaptArguments
 
-    from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
-
-    tokenizer, train, held_out = data
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         args = MeshAdaptArguments(
@@ -41,13 +38,7 @@ def run(sync: str, seed: int, data) -> dict:
             max_steps=STEPS, learning_rate=2e-5, lr_scheduler_type="constant", bf16=True, use_cpu=True, seed=seed,
             save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=20, **SYNCS[sync],
         )  # fmt: skip
-        trainer = MeshAdaptTrainer(
-            model=AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"),
-            args=args,
-            train_dataset=train,
-            eval_dataset=held_out,
-            data_collator=DataCollatorForSeq2Seq(tokenizer),
-        )
+        trainer = make_trainer(args, data)
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]
         report = trainer.mesh_report()

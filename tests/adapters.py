@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import Trainer, TrainingArguments
 
-from tests.equality import COMMON, Rows, collate_fixed, mesh_trainer, summary, tiny_model
+from tests.equality import mesh_trainer, plain_trainer, summary, tiny_model
 
 SEED = 7  # of COMMON
 # Large enough steps for adapters to move.
@@ -32,19 +31,7 @@ def adapted_model(kind: str, num_layers: int = 4, **options) -> PeftModel:
 
 def train_plain(model, rows: int, folder: Path, num_rows: int = 90, **overrides) -> dict:
     """transformers' own Trainer in one process; also saves the adapter to `folder / "saved"`."""
-    args = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=rows,
-        per_device_eval_batch_size=rows,
-        **{**COMMON, **overrides},
-    )
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=Rows(num_rows),
-        eval_dataset=Rows(22, seed=2),
-        data_collator=collate_fixed,
-    )
+    trainer = plain_trainer(model, rows, str(folder), num_rows, **overrides)
     trainer.train()
     trainer.save_model(str(folder / "saved"))
     return summary(trainer, trained_weights(model.get_base_model()))

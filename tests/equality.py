@@ -94,23 +94,24 @@ def summary(trainer, state: dict[str, torch.Tensor]) -> dict:
     }
 
 
-def train_single(kind: str, num_layers: int, rows_per_step: int, folder: str, num_rows: int = 90, **overrides) -> dict:
-    """Plain transformers Trainer in one process."""
+def plain_trainer(model, rows: int, folder: str, num_rows: int = 90, **overrides) -> Trainer:
+    """transformers' own Trainer in one process."""
     arguments = {**COMMON, **overrides}
     args = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=rows_per_step,
-        per_device_eval_batch_size=rows_per_step,
-        **arguments,
+        output_dir=folder, per_device_train_batch_size=rows, per_device_eval_batch_size=rows, **arguments
     )
-    model = tiny_model(kind, num_layers)
-    trainer = Trainer(
+    return Trainer(
         model=model,
         args=args,
         train_dataset=Rows(num_rows),
         eval_dataset=Rows(22, seed=2),
         data_collator=collate_fixed,
     )
+
+
+def train_single(kind: str, num_layers: int, rows_per_step: int, folder: str, num_rows: int = 90, **overrides) -> dict:
+    """Plain transformers Trainer in one process."""
+    trainer = plain_trainer(tiny_model(kind, num_layers), rows_per_step, folder, num_rows, **overrides)
     trainer.train()
     return summary(trainer, trainer.model.state_dict())
 

@@ -5,6 +5,7 @@ Every rank must report success, a deadline ends all of them, and a rank killed b
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
@@ -14,6 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
+
+import hf_meshadapt.trainer  # noqa: F401  (what the package imports late is here once, not again in every forked rank)
+from hf_meshadapt.boundary.entropy_coder import EntropySequenceCoder
+from hf_meshadapt.boundary.sequence_coder import TOKEN
+from hf_meshadapt.boundary.transform import fit_tables
 
 
 def free_port() -> int:
@@ -34,6 +40,14 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
     }
+
+
+@functools.cache
+def load_compiled_code() -> None:
+    """What numba loads at its first call, a third of a second: here once, not again in every forked rank."""
+    coder = EntropySequenceCoder(fit_tables(torch.eye(8), None, 8), 8, lambda length: 64, exact_first=True)
+    base, kind = torch.zeros(1, 2, 8), torch.full((1, 2), TOKEN, dtype=torch.int8)
+    coder.decode(coder.encode(base, base, kind), base, kind)
 
 
 def _entry(rank: int, function, world_size: int, port: int, folder: str, args: tuple) -> None:
@@ -59,6 +73,7 @@ def fork_rank(rank: int, function, world_size: int, port: int, folder: Path, *ar
 
 def start_ranks(function, world_size: int, folder: Path, *args):
     """Starts `function(rank, *args)` on every rank without init_process_group; returns the process context."""
+    load_compiled_code()
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     return mp.start_processes(

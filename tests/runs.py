@@ -76,9 +76,10 @@ def outcome(trainer) -> dict:
     }
 
 
-def collect_warnings() -> list[str]:
+def collect_warnings(level: int = logging.WARNING) -> list[str]:
+    """The texts of all that this process will log of this level and above."""
     messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
+    handler = logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("hf_meshadapt").addHandler(handler)
     return messages

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
+
 # Odd, prime, powers of two, and those of real models' kinds: 9 x 64, 3 x 256.
 SIZES = (2, 3, 7, 8, 24, 32, 64, 97, 192, 576)
 TILED_SIZES = (8, 24, 32, 64, 96, 192, 576)
@@ -21,6 +23,17 @@ def round_trip(codec, tokens: torch.Tensor, bytes_per_token: int) -> torch.Tenso
     wire = torch.cat([packed.new_zeros(1), packed[-1]])[1:].view(1, bytes_per_token)
     torch.testing.assert_close(codec.decode(wire), decoded[-1:], rtol=1e-5, atol=1e-6 * float(decoded.abs().max()))
     return decoded
+
+
+def kinds(longest: int) -> st.SearchStrategy[list[list[int]]]:
+    """What every position is: up to three rows of one length, in any order that kinds can have."""
+    return st.integers(1, longest).flatmap(
+        lambda length: st.lists(
+            st.lists(st.sampled_from([PADDING, TOKEN, FIRST, TARGET]), min_size=length, max_size=length),
+            min_size=1,
+            max_size=3,
+        )
+    )
 
 
 @st.composite

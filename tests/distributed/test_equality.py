@@ -1,4 +1,4 @@
-"""The mesh without masks is the single-process Trainer: over 20 steps with accumulation 2, padding, uneven layers."""
+"""The mesh without masks is the single-process Trainer: over steps with accumulation 2, padding, uneven layers."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from ..equality import collate_fixed, train_mesh, train_single
 from ..launch import run_ranks
 
 ROWS = 4  # per replica and accumulation step
+# Two epochs, which end on a partial batch, with one replica on a partial accumulation too.
+RUN = {"max_steps": 10, "eval_steps": 5, "num_rows": 42}
 
 CASES = [
     # model, layers, stages, replicas, schedule, further arguments
@@ -26,6 +28,8 @@ CASES = [
     ("llama", 4, 2, 1, "gpipe", {"gradient_checkpointing": True}),
     ("llama", 4, 2, 1, "gpipe", {"max_grad_norm": 0.0}),
 ]
+# These two are lines of tests/matrix as well.
+SLOW = CASES[-2:]
 
 
 def assert_same_logs(mesh: dict, single: dict) -> None:
@@ -38,12 +42,17 @@ def single_arguments(extra: dict) -> dict:
     return {name: value for name, value in extra.items() if not name.startswith("pipeline_")}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[2]}x{c[3]}-{c[4]}-{'-'.join(c[5]) or 'adamw'}")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES],
+    ids=lambda c: f"{c[0]}-{c[2]}x{c[3]}-{c[4]}-{'-'.join(c[5]) or 'adamw'}",
+)
 def test_distributed_equals_single_process(case, tmp_path):
     kind, layers, stages, replicas, schedule, extra = case
     torch.set_num_threads(1)
-    single = train_single(kind, layers, ROWS * replicas, str(tmp_path / "single"), **single_arguments(extra))
-    mesh = {"pipeline_stages": stages, "pipeline_schedule": schedule, **extra}
+    plain = RUN | single_arguments(extra)
+    single = train_single(kind, layers, ROWS * replicas, str(tmp_path / "single"), **plain)
+    mesh = RUN | {"pipeline_stages": stages, "pipeline_schedule": schedule, **extra}
     ranks = run_ranks(_train_rank, stages * replicas, tmp_path, kind, layers, str(tmp_path / "mesh"), mesh)
     held: dict[str, torch.Tensor] = {}
     for result in ranks:
@@ -79,7 +88,7 @@ MASKED = [
 def test_masked_distributed_equals_emulated_bit_for_bit(case, tmp_path):
     kind, layers, stages, replicas, schedule, extra = case
     torch.set_num_threads(1)
-    mesh = {"pipeline_stages": stages, "pipeline_schedule": schedule, **extra}
+    mesh = RUN | {"pipeline_stages": stages, "pipeline_schedule": schedule, **extra}
     ranks = run_ranks(_train_rank, stages * replicas, tmp_path, kind, layers, str(tmp_path / "mesh"), mesh)
     emulated = train_mesh(0, kind, layers, ROWS, str(tmp_path / "emulated"), data_parallel_replicas=replicas, **mesh)
     for result in ranks:
@@ -113,7 +122,7 @@ def _train_rank(rank: int, kind: str, layers: int, folder: str, mesh: dict) -> d
 def test_torchs_own_schedules_give_the_same_weights(schedule, tmp_path):
     """What NCCL runs on, here over gloo: torch's schedules around the same stages."""
     torch.set_num_threads(1)
-    mesh = {"pipeline_stages": 2, "pipeline_schedule": schedule, "mask_ratio": 0.5}
+    mesh = RUN | {"pipeline_stages": 2, "pipeline_schedule": schedule, "mask_ratio": 0.5}
     mesh |= {"pipeline_chunks_per_rank": 2} if schedule == "interleaved" else {}
     ranks = run_ranks(_train_rank_without_host_wire, 2, tmp_path, "llama", 4, str(tmp_path / "mesh"), mesh)
     emulated = train_mesh(0, "llama", 4, ROWS, str(tmp_path / "emulated"), **mesh)

@@ -17,7 +17,7 @@ from tests.hub_cards import card_faults
 from tests.hub_client import client_environment
 from tests.hub_server import serving
 from tests.hub_state import SLOW, TOKEN, Hub
-from tests.runs import DENSE, ROWS, SaveAt, assert_plain_load, assert_same_run, fork, outcome
+from tests.runs import DENSE, ROWS, SaveAt, assert_plain_load, assert_same_run, collect_warnings, fork, outcome
 
 DOWNLOAD = (
     "import sys; from huggingface_hub import snapshot_download; snapshot_download(sys.argv[1], local_dir=sys.argv[2])"
@@ -26,21 +26,13 @@ DOWNLOAD = (
 
 def train_and_push(rank: int, *, folder: Path, url: str, token: str, resume=None, **options) -> dict:
     os.environ.update(client_environment(url, folder / "home", token))
-    errors = collect_errors()
+    errors = collect_warnings(logging.ERROR)
     hub = dict(push_to_hub=True, hub_model_id="me/tiny", hub_strategy="checkpoint")
     trainer = mesh_trainer(tiny_model("llama_tied"), ROWS, str(folder / "run"), **DENSE | hub | options)
     trainer.add_callback(SaveAt((4,)))
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     return outcome(trainer) | {"errors": errors, "repo": trainer.hub_model_id}
-
-
-def collect_errors() -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("hf_meshadapt").addHandler(handler)
-    return messages
 
 
 def files_under(folder: Path) -> dict[str, bytes]:

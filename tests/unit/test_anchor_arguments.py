@@ -6,22 +6,11 @@ import dataclasses
 
 import pytest
 
-from hf_meshadapt import MeshAdaptArguments
 from hf_meshadapt.anchor.config import Endpoint, read_endpoint
 from hf_meshadapt.spectral.config import SpectralConfig
 
 ON = {"anchor": True, "pipeline_stages": 2}
 ENDPOINT = {"fast_endpoint": "10.0.0.1:29600"}
-
-
-@pytest.fixture
-def make(tmp_path, monkeypatch):
-    def build(world: int = 1, **fields) -> MeshAdaptArguments:
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        return MeshAdaptArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **fields)
-
-    return build
-
 
 REFUSED = [
     ({"anchor_every": 5}, "anchor_every=5", "Set anchor=True"),
@@ -55,49 +44,53 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("fields,named,remedy", REFUSED, ids=lambda value: str(value)[:40])
-def test_wrong_values_are_refused_with_field_value_and_remedy(make, fields, named, remedy):
+def test_wrong_values_are_refused_with_field_value_and_remedy(make_arguments, fields, named, remedy):
     with pytest.raises(ValueError) as caught:
-        make(**fields)
+        make_arguments(**fields)
     message = str(caught.value)
     assert message.startswith(named) and remedy in message, message
 
 
-def test_what_cannot_be_done_is_refused(make):
+def test_what_cannot_be_done_is_refused(make_arguments):
     with pytest.raises(NotImplementedError, match="control_variate.*An anchor has neither"):
-        make(**ON, correction_rule="control_variate")
+        make_arguments(**ON, correction_rule="control_variate")
     with pytest.raises(ValueError, match="^fast_endpoint=None"):
-        make(2, **ON)
+        make_arguments(2, **ON)
 
 
-def test_without_an_anchor_nothing_follows(make):
-    args = make(pipeline_stages=2)
+def test_without_an_anchor_nothing_follows(make_arguments):
+    args = make_arguments(pipeline_stages=2)
     assert args.anchor_config() is None and args.spectral_config() is None
 
 
-def test_presets_choose_the_filter(make):
-    assert make(**ON).spectral_config() == SpectralConfig(rule="diagonal", tau=0.1, tau_relative=True, alpha=0.3)
+def test_presets_choose_the_filter(make_arguments):
+    assert make_arguments(**ON).spectral_config() == SpectralConfig(
+        rule="diagonal", tau=0.1, tau_relative=True, alpha=0.3
+    )
     paper = SpectralConfig(rule="two_sided", tau=1e-3, tau_relative=False, alpha=0.3)
-    assert make(**ON, preset="paper").spectral_config() == paper
-    mixed = make(**ON, preset="paper", correction_rule="diagonal", correction_alpha=0.5).spectral_config()
+    assert make_arguments(**ON, preset="paper").spectral_config() == paper
+    mixed = make_arguments(**ON, preset="paper", correction_rule="diagonal", correction_alpha=0.5).spectral_config()
     assert (mixed.rule, mixed.tau, mixed.tau_relative, mixed.alpha) == ("diagonal", 1e-3, False, 0.5)
-    assert make(**ON, preset="paper", correction_rule="blend").spectral_config() == SpectralConfig(rule="blend")
+    assert make_arguments(**ON, preset="paper", correction_rule="blend").spectral_config() == SpectralConfig(
+        rule="blend"
+    )
     # A prior is in use before the next one comes.
-    assert [make(**ON, anchor_every=k).spectral_config().refresh_steps for k in (1, 3, 20)] == [1, 3, 4]
+    assert [make_arguments(**ON, anchor_every=k).spectral_config().refresh_steps for k in (1, 3, 20)] == [1, 3, 4]
 
 
-def test_anchor_config_holds_what_was_given(make):
-    config = make(**ON, seed=5).anchor_config()
+def test_anchor_config_holds_what_was_given(make_arguments):
+    config = make_arguments(**ON, seed=5).anchor_config()
     assert (config.anchor_every, config.anchor_batches, config.seed, config.snapshot_bits) == (10, 1, 6, 8)
     assert config.deterministic and config.endpoint is None  # one process is always exactly K steps late
     options = dict(anchor_every=4, anchor_batches=3, anchor_seed=0, anchor_snapshot_bits=4, **ENDPOINT)
-    config = make(**ON, **options, circuit="anchor", anchor_rate_bits_per_second=2e7).anchor_config()
+    config = make_arguments(**ON, **options, circuit="anchor", anchor_rate_bits_per_second=2e7).anchor_config()
     assert (config.anchor_every, config.anchor_batches, config.seed, config.snapshot_bits) == (4, 3, 0, 4)
     assert (config.circuit, config.deterministic, config.rate_bits_per_second) == ("anchor", False, 2e7)
     assert config.endpoint == Endpoint("10.0.0.1", 29600)
 
 
-def test_arguments_survive_reconstruction(make):
-    args = make(**ON, preset="paper", correction_alpha=0.4, anchor_every=7)
+def test_arguments_survive_reconstruction(make_arguments):
+    args = make_arguments(**ON, preset="paper", correction_alpha=0.4, anchor_every=7)
     again = dataclasses.replace(args)
     assert (again.anchor_config(), again.spectral_config()) == (args.anchor_config(), args.spectral_config())
     assert again.to_dict() == args.to_dict()
@@ -123,7 +116,7 @@ def test_endpoints_say_what_to_bind_to():
     assert [one.bind_host for one in endpoints] == ["", "127.0.0.1", "localhost", "::1", "::"]
 
 
-def test_an_anchor_of_several_processes_is_a_dense_pipeline_over_them(make, monkeypatch):
+def test_an_anchor_of_several_processes_is_a_dense_pipeline_over_them(make_arguments, monkeypatch):
     # Without the others whom a launcher would have started.
     monkeypatch.setattr("hf_meshadapt.arguments.join_world", lambda *_: None)
     monkeypatch.setattr("transformers.TrainingArguments.__post_init__", lambda self: None)
@@ -132,15 +125,17 @@ def test_an_anchor_of_several_processes_is_a_dense_pipeline_over_them(make, monk
         pipeline_split="1,1,1,1,1,1,1,1", pipeline_microbatches=8, per_device_train_batch_size=8, preset="paper",
         mask_ratio=0.9, exact_first_token=True, dp_sync="powersgd",
     )  # fmt: skip
-    args = make(3, **fast, circuit="anchor")
+    args = make_arguments(3, **fast, circuit="anchor")
     mesh = args.mesh_config()
     assert (mesh.stages, mesh.replicas, mesh.chunks_per_rank, mesh.schedule) == (3, 1, 1, "gpipe")
     assert (mesh.microbatches, mesh.layers_per_chunk, mesh.emulated) == (4, None, False)
     assert (args.boundary_config().codec, args.boundary_config().wire_dtype) == ("none", "bfloat16")
-    again = make(3, **fast, circuit="anchor")
+    again = make_arguments(3, **fast, circuit="anchor")
     assert dataclasses.replace(again).to_dict() == again.to_dict() == args.to_dict()
     # What the correction does follows from the fast circuit's preset.
-    assert args.spectral_config() == make(8, **fast).spectral_config()
+    assert args.spectral_config() == make_arguments(8, **fast).spectral_config()
     # One process runs the fast circuit's own cut, and a fast circuit of one stage may have an anchor of several.
-    assert make(1, **fast, circuit="anchor").mesh_config().stages == 4
-    assert make(2, anchor=True, **ENDPOINT, circuit="anchor", calibration_tokens=None).mesh_config().stages == 2
+    assert make_arguments(1, **fast, circuit="anchor").mesh_config().stages == 4
+    assert (
+        make_arguments(2, anchor=True, **ENDPOINT, circuit="anchor", calibration_tokens=None).mesh_config().stages == 2
+    )

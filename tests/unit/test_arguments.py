@@ -19,17 +19,6 @@ REPLICAS = {"data_parallel_replicas": 2}
 INTERLEAVED = {"pipeline_stages": 2, "pipeline_schedule": "interleaved", "pipeline_chunks_per_rank": 2}
 
 
-@pytest.fixture
-def make(tmp_path, monkeypatch):
-    """Builds arguments as in one process, or as a launcher of `world` ranks would have it."""
-
-    def build(world: int = 1, **fields) -> MeshAdaptArguments:
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        return MeshAdaptArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **fields)
-
-    return build
-
-
 # Fields, then what the message must hold: field=value, and a word of the remedy.
 REFUSED = [
     ({"preset": "papers"}, "preset='papers'", "dense, paper"),
@@ -90,9 +79,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("fields,named,remedy", REFUSED, ids=lambda value: str(value)[:40])
-def test_wrong_values_are_refused_with_field_value_and_remedy(make, fields, named, remedy):
+def test_wrong_values_are_refused_with_field_value_and_remedy(make_arguments, fields, named, remedy):
     with pytest.raises(ValueError) as caught:
-        make(**fields)
+        make_arguments(**fields)
     message = str(caught.value)
     assert message.startswith(named) and remedy in message, message
 
@@ -106,10 +95,10 @@ LAUNCHED = [
 
 
 @pytest.mark.parametrize("world,fields,named,remedy", LAUNCHED, ids=lambda value: str(value)[:40])
-def test_wrong_mesh_shapes_are_refused_before_any_process_group_forms(make, world, fields, named, remedy):
+def test_wrong_mesh_shapes_are_refused_before_any_process_group_forms(make_arguments, world, fields, named, remedy):
     # Nothing listens and no rank is set: an attempt to meet the others would raise something else, or hang.
     with pytest.raises(ValueError) as caught:
-        make(world, **fields)
+        make_arguments(world, **fields)
     message = str(caught.value)
     assert message.startswith(named) and remedy in message, message
     assert not dist.is_initialized()
@@ -138,20 +127,20 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize("fields,named,remedy", UNSUPPORTED, ids=lambda value: str(value)[:40])
-def test_unsupported_trainer_options_are_refused(make, fields, named, remedy):
+def test_unsupported_trainer_options_are_refused(make_arguments, fields, named, remedy):
     with pytest.raises(NotImplementedError) as caught:
-        make(**fields)
+        make_arguments(**fields)
     message = str(caught.value)
     assert message.startswith(named) and remedy in message, message
 
 
-def test_sharding_by_the_launcher_is_refused(make, monkeypatch):
+def test_sharding_by_the_launcher_is_refused(make_arguments, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(NotImplementedError, match="ACCELERATE_USE_FSDP=true.*Unset it"):
-        make()
+        make_arguments()
 
 
-def test_presets_fill_only_what_is_unset(make):
+def test_presets_fill_only_what_is_unset(make_arguments):
     fields = (
         "boundary_codec",
         "mask_ratio",
@@ -162,7 +151,7 @@ def test_presets_fill_only_what_is_unset(make):
     )
 
     def filled(**given) -> list:
-        return [getattr(make(pipeline_stages=2, **given), name) for name in fields]
+        return [getattr(make_arguments(pipeline_stages=2, **given), name) for name in fields]
 
     assert filled() == filled(preset="anchored") == ["transform", 0.0, 0.05, True, "token", "bfloat16"]
     assert filled(preset="dense") == ["none", 0.0, None, False, "none", "float32"]
@@ -174,8 +163,8 @@ def test_presets_fill_only_what_is_unset(make):
     assert filled(preset="dense", bf16=True)[-1] == "bfloat16"
 
 
-def test_sub_configs_hold_what_was_given(make):
-    args = make(
+def test_sub_configs_hold_what_was_given(make_arguments):
+    args = make_arguments(
         pipeline_stages=3, data_parallel_replicas=2, pipeline_split="2,3,2", pipeline_schedule="1f1b", mask_ratio=0.5,
         seed=11, link_timeout_seconds=7.5, per_device_train_batch_size=12,
     )  # fmt: skip
@@ -183,29 +172,29 @@ def test_sub_configs_hold_what_was_given(make):
     assert (mesh.stages, mesh.replicas, mesh.layers_per_chunk, mesh.schedule) == (3, 2, (2, 3, 2), "1f1b")
     assert (mesh.microbatches, mesh.emulated, mesh.timeout_seconds) == (6, True, 7.5)
     assert (boundary.mask_ratio, boundary.mask_seed) == (0.5, 11)
-    assert make(pipeline_stages=2, mask_ratio=0.5, mask_seed=0, seed=11).boundary_config().mask_seed == 0
+    assert make_arguments(pipeline_stages=2, mask_ratio=0.5, mask_seed=0, seed=11).boundary_config().mask_seed == 0
     calibrated = dict(boundary_budget=0.1, forward_share=0.6, loss_weighted=False, boundary_predictor="mean")
-    boundary = make(pipeline_stages=2, **calibrated).boundary_config()
+    boundary = make_arguments(pipeline_stages=2, **calibrated).boundary_config()
     assert (boundary.codec, boundary.budget, boundary.forward_share) == ("transform", 0.1, 0.6)
     assert (boundary.loss_weighted, boundary.predictor, boundary.exact_first_token) == (False, "mean", True)
-    boundary = make(pipeline_stages=2, **RATED).boundary_config()
+    boundary = make_arguments(pipeline_stages=2, **RATED).boundary_config()
     assert (boundary.target_step_seconds, boundary.link_bits_per_second, boundary.budgets) == (1.0, 1e8, None)
     assert args.train_batch_size == 24  # one process reads for both replicas
 
 
-def test_default_microbatches_divide_the_batch_and_suit_the_schedule(make):
+def test_default_microbatches_divide_the_batch_and_suit_the_schedule(make_arguments):
     def count(rows: int, **fields) -> int:
-        return make(per_device_train_batch_size=rows, **fields).pipeline_microbatches
+        return make_arguments(per_device_train_batch_size=rows, **fields).pipeline_microbatches
 
     assert [count(rows) for rows in (1, 8)] == [1, 1]
     assert [count(rows, pipeline_stages=2) for rows in (1, 6, 7, 8, 10)] == [1, 3, 1, 4, 2]
     assert [count(rows, **INTERLEAVED) for rows in (4, 5, 8, 16)] == [4, 1, 8, 8]
 
 
-def test_link_timeout_governs_start_up_unless_ddp_timeout_is_given(make):
-    assert make().ddp_timeout == 600
-    assert make(link_timeout_seconds=7.5).ddp_timeout == 8
-    assert make(link_timeout_seconds=7.5, ddp_timeout=1800).ddp_timeout == 1800
+def test_link_timeout_governs_start_up_unless_ddp_timeout_is_given(make_arguments):
+    assert make_arguments().ddp_timeout == 600
+    assert make_arguments(link_timeout_seconds=7.5).ddp_timeout == 8
+    assert make_arguments(link_timeout_seconds=7.5, ddp_timeout=1800).ddp_timeout == 1800
 
 
 def parser() -> HfArgumentParser:
@@ -277,8 +266,8 @@ def test_every_added_field_has_help():
     ],
     ids=str,
 )
-def test_arguments_survive_serialisation_and_reconstruction(make, fields):
-    args = make(**fields)
+def test_arguments_survive_serialisation_and_reconstruction(make_arguments, fields):
+    args = make_arguments(**fields)
     assert json.loads(args.to_json_string()) == json.loads(json.dumps(args.to_dict()))
     again = dataclasses.replace(args)
     assert again.to_dict() == args.to_dict()

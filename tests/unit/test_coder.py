@@ -13,6 +13,8 @@ from hf_meshadapt.boundary.predictor import project_embedding
 from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
 from hf_meshadapt.config import BoundaryConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, HIDDEN, BATCH, LENGTH = 50, 32, 3, 12
 DTYPES = [torch.float32, torch.bfloat16]
 CONFIG = BoundaryConfig(
@@ -27,15 +29,6 @@ KIND = torch.tensor(
     ],
     dtype=torch.int8,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def hidden_states(token_ids: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from hf_meshadapt.boundary.symbol_model import (
     symbol_model,
 )
 from hf_meshadapt.boundary.transform import TransformCodec, TransformTables, fit_tables
+from tests.token_codecs import kinds
 from tests.unit.test_transform import gaussian, random_covariance
 
 HIDDEN = 64
@@ -143,17 +144,8 @@ def make(num_bytes: int, exact_first: bool = True, sensitivity=None, fitted=None
     return EntropySequenceCoder(fitted or tables(), HIDDEN, lambda length: num_bytes, exact_first, sensitivity)
 
 
-kinds = st.integers(1, 10).flatmap(
-    lambda length: st.lists(
-        st.lists(st.sampled_from([PADDING, TOKEN, FIRST, TARGET]), min_size=length, max_size=length),
-        min_size=1,
-        max_size=3,
-    )
-)
-
-
 @settings(max_examples=150, deadline=None)
-@given(kinds, st.integers(1, 400).map(lambda pairs: 2 * pairs), st.booleans(), st.floats(1e-20, 1e20))
+@given(kinds(10), st.integers(1, 400).map(lambda pairs: 2 * pairs), st.booleans(), st.floats(1e-20, 1e20))
 def test_any_shape_and_budget_survives(rows, num_bytes, exact_first, scale):
     kind = torch.tensor(rows, dtype=torch.int8)
     hidden, base = scale * torch.randn(*kind.shape, HIDDEN), torch.randn(*kind.shape, HIDDEN)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN, SequenceCoder, divide_bytes
+from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TOKEN, SequenceCoder, divide_bytes
 from hf_meshadapt.boundary.transform import DISTORTION, GAIN_BYTES, TransformCodec, allocate_bits, fit_tables
+from tests.token_codecs import kinds
 from tests.unit.test_transform import random_covariance
 
 HIDDEN = 6
@@ -58,17 +59,8 @@ def expected(hidden, base, kind, num_bytes: int, exact_first: bool) -> torch.Ten
     return decoded
 
 
-kinds = st.integers(1, 8).flatmap(
-    lambda length: st.lists(
-        st.lists(st.sampled_from([PADDING, TOKEN, FIRST, TARGET]), min_size=length, max_size=length),
-        min_size=1,
-        max_size=3,
-    )
-)
-
-
 @settings(max_examples=300, deadline=None)
-@given(kinds, st.integers(1, 60).map(lambda pairs: 2 * pairs), st.booleans())
+@given(kinds(8), st.integers(1, 60).map(lambda pairs: 2 * pairs), st.booleans())
 def test_equals_the_token_by_token_oracle(rows, num_bytes, exact_first):
     torch.manual_seed(0)
     kind = torch.tensor(rows, dtype=torch.int8)
@@ -140,7 +132,7 @@ def transform() -> TransformCodec:
 
 
 @settings(max_examples=200, deadline=None)
-@given(kinds, st.integers(1, 40).map(lambda pairs: 2 * pairs), st.booleans())
+@given(kinds(8), st.integers(1, 40).map(lambda pairs: 2 * pairs), st.booleans())
 def test_both_ends_agree_whatever_the_transform_codec_has_room_for(rows, num_bytes, exact_first):
     torch.manual_seed(0)
     codec = transform()

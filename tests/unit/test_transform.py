@@ -19,17 +19,10 @@ from hf_meshadapt.boundary.transform import (
     fit_tables,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HIDDEN = 64
 BUDGETS = (6, 10, 18, 34, 50)  # bytes per token: from 0.5 to 6 bits per component
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_covariance(hidden_size: int = HIDDEN, decay: float = 1.0) -> torch.Tensor:
