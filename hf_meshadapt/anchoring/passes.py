@@ -27,9 +27,10 @@ class AnchorPasses:
     def batches(self, dataloader, seed: int, num_taken: int) -> AnchorBatches | StreamBatches:
         """The anchor's batches, by the data set and the collator of the trainer's loader."""
         args = self._trainer.args
-        rows, config = args.per_device_train_batch_size, args.anchor_config()
-        # Of a stream, so that it goes through it as fast as a replica does, whose batches are so many for one of ours.
-        every = max(1, config.anchor_every * args.gradient_accumulation_steps // config.anchor_batches)
+        rows, config, every = args.per_device_train_batch_size, args.anchor_config(), 1
+        if config is not None:  # None: gradients as an anchor would take them, for a diagnosis
+            # Of a stream, so that it goes through it as fast as a replica does, whose batches are so many for one of ours.
+            every = max(1, config.anchor_every * args.gradient_accumulation_steps // config.anchor_batches)
         return anchor_batches(source_of(dataloader), dataloader.collate_fn, rows, seed, num_taken, every)
 
     def gradients(self, weights: dict[str, Tensor], batch) -> dict[str, Tensor]:
