@@ -32,8 +32,8 @@ NAME = "boundary_quality"
 # Named configurations: trainer arguments beside the common ones.
 CONFIGURATIONS: dict[str, dict] = {
     "dense": {"preset": "dense"},
-    "mask95_zero": {"preset": "paper"},
-    "mask95_mean": {"preset": "paper", "exact_first_token": True, "boundary_predictor": "mean"},
+    "mask95_zero": {"preset": "paper", "anchor": False},
+    "mask95_mean": {"preset": "paper", "anchor": False, "exact_first_token": True, "boundary_predictor": "mean"},
     # Calibrated before the first step only, or every ten steps: at this learning rate and with a few hundred tokens a
     # step, a model drifts away from its calibration within ten of them.
     "transform_5": {"preset": "anchored"},
@@ -51,7 +51,9 @@ CONFIGURATIONS: dict[str, dict] = {
     "quantize_8bit": {"boundary_codec": "quantize", "boundary_bits": 8, "exact_first_token": True},
     "aq_sgd": {"boundary_codec": "aq_sgd", "exact_first_token": True},
     "topk_5_feedback": {"boundary_codec": "topk", "exact_first_token": True, "boundary_error_feedback": True},
-    "mask90_mean": {"preset": "paper", "mask_ratio": 0.9, "exact_first_token": True, "boundary_predictor": "mean"},
+    "mask90_mean": {
+        "preset": "paper", "anchor": False, "mask_ratio": 0.9, "exact_first_token": True, "boundary_predictor": "mean",
+    },
     "topk_10": {
         "boundary_codec": "topk", "exact_first_token": True, "boundary_predictor": "token", "boundary_budget": 0.1,
     },

@@ -27,14 +27,15 @@ NAME = "quality_anchor"
 EVERY = 10
 RATE = 1e-4
 SEEDS = (0, 1, 2)
-MASK95 = {"preset": "paper", "exact_first_token": True, "boundary_predictor": "mean"}
-ANCHOR = {"anchor": True, "anchor_every": EVERY}
+MASK95 = {"preset": "paper", "anchor": False, "exact_first_token": True, "boundary_predictor": "mean"}
+# What a correction adds to a boundary: one that stays as it is.
+ANCHOR = {"anchor": True, "anchor_every": EVERY, "anchor_calibrates": False}
 DIAGONAL = {"correction_rule": "diagonal", "correction_tau": 0.1, "correction_tau_relative": True}
 
 # Trainer arguments by configuration.
 CONFIGURATIONS: dict[str, dict] = {
     "dense": {"preset": "dense"},
-    "mask95_zero": {"preset": "paper"},
+    "mask95_zero": {"preset": "paper", "anchor": False},
     "mask95_mean": MASK95,
     "mask95_mean_diagonal": {**MASK95, **ANCHOR, **DIAGONAL},
     "mask95_mean_blend": {**MASK95, **ANCHOR, "correction_rule": "blend"},
@@ -42,6 +43,13 @@ CONFIGURATIONS: dict[str, dict] = {
     "transform": {"preset": "anchored"},
     "transform_diagonal": {"preset": "anchored", **ANCHOR},
     "paper": {"preset": "paper", **ANCHOR},
+    # What the anchor's passes are worth to the boundary itself, with every prior.
+    "transform_diagonal_calibrated": {
+        "preset": "anchored",
+        **ANCHOR,
+        "anchor_calibrates": True,
+        "calibration_every": EVERY,
+    },
     # Other rules and intervals, masks of 90%, and every baseline codec with the correction.
     "mask95_mean_two_sided": {**MASK95, **ANCHOR},
     "mask95_mean_diagonal_k5": {**MASK95, **ANCHOR, **DIAGONAL, "anchor_every": 5},

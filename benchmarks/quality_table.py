@@ -36,7 +36,7 @@ LABELS = {
     "bottleneck_5": "`bottleneck`, token predictor",
     "mask95_mean": "random masks at 0.95, exact first token, channel means",
     "mask90_mean": "random masks at 0.9, exact first token, channel means",
-    "mask95_zero": "random masks at 0.95, zero fill (`preset=paper`)",
+    "mask95_zero": "random masks at 0.95, zero fill (`preset=paper`, `anchor=False`)",
 }
 CORPORA = {"gsm8k": "GSM8K", "gsm8k_twice": "GSM8K, 80 problems twice", "kjv": "KJV"}
 HEADLINE = (

@@ -36,6 +36,7 @@ class ScriptArguments:
     max_length: int = field(default=320, metadata={"help": "Longer examples are left out (tokens)."})
     num_train_problems: int = field(default=1000, metadata={"help": "Train on at most this many examples."})
     num_eval_problems: int = field(default=319, metadata={"help": "Evaluate on at most this many examples."})
+    evaluate_before: bool = field(default=True, metadata={"help": "Evaluate before training too."})
     metrics_file: str | None = field(default=None, metadata={"help": "JSON file for losses, speed and bytes."})
 
 
@@ -95,7 +96,7 @@ def main():
     if training_args.runs_anchor:
         trainer.train()  # serves the fast circuit, which evaluates and saves
         return
-    loss_before = trainer.evaluate()["eval_loss"]
+    loss_before = trainer.evaluate()["eval_loss"] if script_args.evaluate_before else None
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     loss_after = trainer.evaluate()["eval_loss"]
     trainer.save_model(training_args.output_dir)

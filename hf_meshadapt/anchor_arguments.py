@@ -9,39 +9,30 @@ from dataclasses import dataclass, field
 
 from .anchor.blockwise import CODE_BITS
 from .anchor.config import CIRCUITS, AnchorConfig, read_endpoint
+from .anchor_checks import SPECTRAL_FIELDS, AnchorChecks
 from .presets import BOUNDARY_FIELDS, user_error
 from .spectral.config import FILTER_RULES, RULES, SpectralConfig
+from .sync_arguments import DILOCO
 
 # A prior must be in use before the next one comes.
 REFRESH_STEPS = 4
-# Argument to field of `SpectralConfig`.
-SPECTRAL_FIELDS = {
-    "correction_rule": "rule",
-    "correction_alpha": "alpha",
-    "correction_tau": "tau",
-    "correction_tau_relative": "tau_relative",
-    "correction_blend_weight": "blend_weight",
-    "prior_rank": "matrix_rank",
-    "prior_ema_beta": "ema_beta",
-    "max_staleness_steps": "max_staleness",
-    "ramp_steps": "ramp_steps",
-}
-ANCHOR_FIELDS = ("anchor_every", "anchor_batches", "anchor_seed", "anchor_snapshot_bits")
-LINK_FIELDS = ("anchor_deterministic", "anchor_rate_bits_per_second", "fast_endpoint")
 # The source's constants, under our reading of its form (docs/spectral.md).
 PAPER_FILTER = {"tau": 1e-3, "tau_relative": False, "alpha": 0.3}
 
 
 @dataclass
-class AnchorArguments:
-    anchor: bool = field(
-        default=False,
+class AnchorArguments(AnchorChecks):
+    anchor: bool | None = field(
+        default=None,
         metadata={
             "help": "Correct gradients by anchor priors: every anchor_every steps a second circuit takes a snapshot of "
             "the weights, runs uncoded passes over data of its own and returns gradients, by which the coming steps' "
             "are filtered. Under a launcher the anchor is a launch of its own (circuit=anchor, fast_endpoint); a "
             "single process runs it too, with the same staleness. preset=paper filters by the paper's constants, every "
-            "other preset by its own."
+            "other preset by its own. Default: yes with preset=paper in one process, and under a launcher where "
+            "fast_endpoint is given, unless dp_sync lets replicas step apart or the training set is a stream; else no.",
+            "nargs": "?",
+            "const": True,
         },
     )
     circuit: str = field(
@@ -75,6 +66,16 @@ class AnchorArguments:
     anchor_seed: int | None = field(
         default=None,
         metadata={"help": "Seed of the order in which the anchor reads the training set. Default: seed + 1."},
+    )
+    anchor_calibrates: bool | None = field(
+        default=None,
+        metadata={
+            "help": "The anchor's passes calibrate the boundaries anew, with the next prior after every calibration_every "
+            "steps, in place of passes of the mesh; those before the first step stay. Default: yes where boundaries are "
+            "calibrated, unless calibration_every is 0.",
+            "nargs": "?",
+            "const": True,
+        },
     )
     anchor_snapshot_bits: int | None = field(
         default=None,
@@ -155,99 +156,37 @@ class AnchorArguments:
 
     def _resolve_circuit(self) -> None:
         """An anchor of several processes is a dense pipeline over them, whatever the fast circuit's mesh is."""
-        if not (self.anchor and self.runs_anchor and self.launched_ranks > 1):
+        if not (self.has_anchor and self.runs_anchor and self.launched_ranks > 1):
             return
         self.pipeline_stages, self.data_parallel_replicas, self.pipeline_microbatches = self.launched_ranks, None, None
         self.pipeline_chunks_per_rank, self.pipeline_schedule, self.pipeline_split = 1, "gpipe", None
-        for name in (*BOUNDARY_FIELDS, "calibration_tokens", "calibration_every"):
+        for name in (*BOUNDARY_FIELDS, "calibration_tokens", "calibration_every", "anchor_calibrates"):
             setattr(self, name, None)
         self.boundary_codec = "none"
-
-    def _resolve_anchor(self) -> None:
-        """Checks the fields above.
-
-        Raises:
-            ValueError: a value out of range, or a field without effect.
-        """
-        if self.circuit not in CIRCUITS:
-            raise user_error("circuit", self.circuit, "not a known choice", f"Use one of: {', '.join(CIRCUITS)}")
-        if not self.anchor:
-            self._refuse_without_anchor()
-            return
-        self._check_anchor_ranges()
-        self._check_endpoint()
-        config, every = self.spectral_config(), self.anchor_config().anchor_every
-        if every + config.refresh_steps > config.max_staleness:
-            raise user_error(
-                "max_staleness_steps", config.max_staleness, f"with anchor_every={every} no prior would be used: it is "
-                f"{every + config.refresh_steps - 1} steps old when it comes into use",
-                "Take snapshots more often, or set max_staleness_steps to three times anchor_every",
-            )  # fmt: skip
-
-    def _refuse_without_anchor(self) -> None:
-        asked = [name for name in (*ANCHOR_FIELDS, *SPECTRAL_FIELDS) if getattr(self, name) is not None]
-        asked += [name for name in LINK_FIELDS if getattr(self, name)]
-        if self.circuit != "fast":
-            asked.insert(0, "circuit")
-        if asked:
-            name = asked[0]
-            raise user_error(
-                name, getattr(self, name), "has no effect without an anchor", "Set anchor=True, or leave it unset"
-            )
-
-    def _check_anchor_ranges(self) -> None:
-        for name in ("anchor_every", "anchor_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise user_error(name, value, "must be at least 1", "Use 1 or more, or leave it unset")
-        bits = self.anchor_snapshot_bits
-        if bits is not None and bits not in CODE_BITS:
-            choices = ", ".join(map(str, CODE_BITS))
-            raise user_error("anchor_snapshot_bits", bits, "not a known choice", f"Use one of: {choices}")
-        rate = self.anchor_rate_bits_per_second
-        # Below it, the pauses between two chunks would pass for silence (anchor.connection.LinkOptions).
-        if rate is not None and not rate >= 1e4:
-            raise user_error(
-                "anchor_rate_bits_per_second",
-                rate,
-                "must be at least 1e4",
-                "Use 20e6 for 20 Mbit/s, or leave it unset",
-            )
-        if self.correction_rule == "control_variate":
-            raise NotImplementedError(
-                "correction_rule='control_variate': it needs coded gradients of the anchor's batches too, thus the fast "
-                "circuit's cut and the state of its codecs at the snapshot. An anchor has neither: it is cut as it likes, "
-                "and snapshots are of weights alone. Use blend, or SpectralCorrection by itself"
-            )
-
-    def _check_endpoint(self) -> None:
-        if self.fast_endpoint is None:
-            if self.circuit == "anchor" or not self.emulated:
-                raise user_error(
-                    "fast_endpoint", None, "must say where the anchor reaches the fast circuit",
-                    "Set it to host:port of the machine with rank 0, the same for both circuits",
-                )  # fmt: skip
-            return
-        try:
-            endpoint = read_endpoint(self.fast_endpoint)
-        except ValueError:
-            raise user_error(
-                "fast_endpoint", self.fast_endpoint, "must be host:port", "Write for example 203.0.113.7:29600"
-            ) from None
-        last = endpoint.port + self.pipeline_stages - 1
-        if last > 65535:
-            raise user_error(
-                "fast_endpoint", self.fast_endpoint, f"the last stage would listen on port {last}", "Use a lower port"
-            )
 
     @property
     def runs_anchor(self) -> bool:
         """This launch is the anchor circuit."""
         return self.circuit == "anchor"
 
+    @property
+    def has_anchor(self) -> bool:
+        """`anchor` as it was given, or as it follows from the other arguments."""
+        if self.anchor is not None or self.preset != "paper":
+            return bool(self.anchor)
+        # A mesh whose anchor nobody launched must train all the same, and replicas that step apart cannot have one.
+        launched = self.runs_anchor or self.fast_endpoint is not None
+        return (launched or self.emulated) and self.dp_sync not in DILOCO
+
+    @property
+    def calibrated_by_anchor(self) -> bool:
+        """The anchor's passes calibrate the boundaries in place of the mesh's own, once training goes on."""
+        needed = self.has_anchor and self.boundary_config().needs_calibration
+        return needed and self.anchor_calibrates is not False and self.calibration_every != 0
+
     def anchor_config(self) -> AnchorConfig | None:
         """None without an anchor."""
-        if not self.anchor:
+        if not self.has_anchor:
             return None
         return AnchorConfig(
             anchor_every=self.anchor_every or 10,
@@ -266,7 +205,7 @@ class AnchorArguments:
         Raises:
             ValueError: a value out of range, a field that the rule does not read, or a rule that does nothing.
         """
-        if not self.anchor:
+        if not self.has_anchor:
             return None
         paper = self.preset == "paper"
         given = {inner: value for name, inner in SPECTRAL_FIELDS.items() if (value := getattr(self, name)) is not None}

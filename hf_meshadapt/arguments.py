@@ -27,7 +27,7 @@ class MeshAdaptArguments(AnchorArguments, ArgumentChecks, TrainingArguments):
             "help": "Which recipe fills the boundary fields that are not set: `anchored` codes activations and "
             "gradients by what was learnt from a few uncoded passes (predictor and transform codec at 0.05 of the "
             "dense bytes); `dense` sends every activation whole; `paper` is random masking of 0.95 in bfloat16 with zero "
-            "fill, as arXiv 2609.14339 describes its boundaries; add anchor=True for its anchor circuit.",
+            "fill and an anchor (see there), as arXiv 2609.14339 describes them.",
             "choices": list(PRESETS),
         },
     )
@@ -163,9 +163,9 @@ class MeshAdaptArguments(AnchorArguments, ArgumentChecks, TrainingArguments):
     calibration_every: int | None = field(
         default=None,
         metadata={
-            "help": "Optimizer steps after which the boundaries are calibrated anew, on the same tokens: the model drifts "
-            "away from the one that they were fitted to. 0: only before the first step. Default: as often as calibrations "
-            "cost a quarter of the coded boundary bytes, 4 x calibration_tokens / (boundary_budget x tokens of a step)."
+            "help": "Optimizer steps after which boundaries are calibrated anew, by the anchor or on the same tokens: the "
+            "model drifts away from the one that they fit. 0: only before the first step. Default: as often as it costs a "
+            "quarter of the coded bytes; without an anchor, 4 x calibration_tokens / (boundary_budget x step's tokens)."
         },
     )
     mask_ratio: float | None = field(

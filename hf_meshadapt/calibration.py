@@ -21,6 +21,7 @@ from .boundary.fitting import BoundaryFit, fit_boundary
 from .boundary.observer import Observer
 from .boundary.predictor import FEATURE_SIZE, project_embedding
 from .boundary.statistics import BoundaryMoments
+from .config import BoundaryConfig
 from .pipeline.microbatch import Batch
 
 if TYPE_CHECKING:
@@ -106,18 +107,23 @@ def fit_boundaries(engine: MeshEngine, batches: list[Batch], rows: int, accumula
     refuse_nonfinite(engine, everything)
     fits, energies = {}, {}
     for chunk, moments in everything.items():
-        fits[chunk] = fit_boundary(
-            moments,
-            transforms=boundary.fits_transforms,
-            weighted=boundary.codec == "transform" and boundary.loss_weighted,
-            predicted=boundary.predictor != "none",
-        )
+        fits[chunk] = fit_of(moments, boundary)
         energies[chunk] = moments.gradient_energy
     if boundary.adaptive:
         length = round(sum(batch["labels"].shape[1] for batch in batches) / len(batches))
         adapt_budgets(engine, fits, energies, Workload(rows, length, accumulation, timer.busy_seconds()))
     hand_over(engine, {chunk: fit.state() for chunk, fit in fits.items()})
     return {chunk: fit.explained for chunk, fit in fits.items()}
+
+
+def fit_of(moments: BoundaryMoments, boundary: BoundaryConfig) -> BoundaryFit:
+    """What the codec and the predictor of a boundary need."""
+    return fit_boundary(
+        moments,
+        transforms=boundary.fits_transforms,
+        weighted=boundary.codec == "transform" and boundary.loss_weighted,
+        predicted=boundary.predictor != "none",
+    )
 
 
 def refuse_nonfinite(engine: MeshEngine, moments: dict[int, BoundaryMoments]) -> None:

@@ -43,6 +43,8 @@ class MeshAdaptDPOConfig(DPOConfig, MeshAdaptArguments):
     )
 
     def __post_init__(self):
+        if self.anchor is None:
+            self.anchor = False  # not the default of preset=paper
         refuse_options(self)
         super().__post_init__()
 

@@ -292,7 +292,7 @@ def _anchor(mesh: MeshConfig, plan: AnchorPlan) -> Iterator[LinkBytes]:
     """
     for stage in range(mesh.stages):
         snapshot_bytes = plan.traffic.snapshot_bytes[stage] / plan.anchor_every
-        prior_bytes = plan.traffic.prior_bytes[stage] / plan.anchor_every
+        prior_bytes = plan.traffic.returned_per_step(stage, plan.anchor_every)
         yield LinkBytes("anchor", stage, ANCHOR_RANK, snapshot_bytes, 0)
         yield LinkBytes("anchor", ANCHOR_RANK, stage, prior_bytes, 0)
         for rank in _data_parallel_ranks(mesh, stage)[1:]:

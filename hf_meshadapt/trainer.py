@@ -86,7 +86,9 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         tell_of_emulation(args)
         mesh = args.mesh_config()
         rank, launch = (0, None) if mesh.emulated else (args.process_index, launch_fingerprint(args.to_dict(), named))
-        self.engine = MeshEngine(mesh, args.boundary_config(), rank, args.data_parallel_config(), launch, args.anchor)
+        self.engine = MeshEngine(
+            mesh, args.boundary_config(), rank, args.data_parallel_config(), launch, args.has_anchor
+        )
         # State of an optimizer that the caller brings is not known here, and the anchor circuit has none.
         own_optimizer = named.get("optimizer_cls_and_kwargs") or any(named.get("optimizers") or ())
         optimizer = "" if own_optimizer or args.runs_anchor else args.optim
@@ -174,6 +176,8 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         self.engine.calibrate(batches, rows, self.args.gradient_accumulation_steps)
 
     def _calibration_is_due(self) -> bool:
+        if self.anchoring.calibrates:
+            return False
         every, step = self.args.calibration_every, self.state.global_step
         if every is None:
             every = self.engine.calibration_interval

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from hf_meshadapt.anchor.handshake import SECRET_VARIABLE
+from hf_meshadapt.calibration import boundary_state
 from hf_meshadapt.cli.circuits import free_ports
 from tests.equality import mesh_trainer, tiny_model
 from tests.launch import free_port, rank_environment
@@ -52,6 +53,7 @@ def train_fast(
     state = parts.model.state_dict()
     return {
         "weights": {name: state[name].clone() for name in [*parts.saved_names(), *parts.stored_name_of_copy()]},
+        "fits": boundary_state(trainer.engine),
         "metrics": metrics,
         "logs": trainer.state.log_history,
         "report": trainer.mesh_report(),

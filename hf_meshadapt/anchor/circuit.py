@@ -53,6 +53,23 @@ class Work:
     tensors_of: Callable[[Iterable[str]], Tensors]
 
 
+class Calibrating(Protocol):
+    """What the loop needs of whoever fits boundaries on what its passes see; see `anchoring.calibrator.Calibrator`."""
+
+    wants_more: bool  # passes, before it can fit
+
+    def take(self, message: Message) -> None:
+        """Takes what the fast circuit put beside a snapshot, if anything, out of it."""
+
+    def begin(self, version: int) -> bool:
+        """Whether fits are due with the prior of this version; then the passes to come are looked at."""
+
+    def gradients(self, weights: Tensors, batch: Any) -> Tensors: ...
+
+    def tensors_by_stage(self, version: int) -> dict[int, Tensors]:
+        """Further tensors of this version's priors; none where none are due."""
+
+
 class AnchorCircuit:
     """Runs until the fast circuit says that it is done.
 
@@ -66,6 +83,7 @@ class AnchorCircuit:
         anchor_batches: passes per snapshot, whose gradients are averaged.
         flush_seconds: deadline of a prior's way to its stage.
         num_batches: that earlier runs took from the data; `batches` begins after them.
+        calibrator: fits the boundaries of the fast circuit; None where they are not the anchor's business.
 
     Raises:
         ValueError: `anchor_batches` below 1.
@@ -84,11 +102,13 @@ class AnchorCircuit:
         anchor_batches: int = 1,
         flush_seconds: float = 600.0,
         num_batches: int = 0,
+        calibrator: Calibrating | None = None,
     ):
         if anchor_batches < 1:
             raise ValueError(f"anchor_batches={anchor_batches} must be at least 1")
         self._link, self._gradients, self._batches, self._compress = link, gradients, batches, compress
         self._anchor_batches, self._flush_seconds = anchor_batches, flush_seconds
+        self._calibrator = calibrator
         self._decoders: dict[tuple[int, int], SnapshotDecoder] = {}
         self._last_version = NO_VERSION
         self.num_priors = 0
@@ -119,6 +139,8 @@ class AnchorCircuit:
             self._answer(version, self._weights(sources))
 
     def _decode(self, message: Message) -> None:
+        if self._calibrator is not None:
+            self._calibrator.take(message)
         key = message.fields["stage"], message.fields["slice"]
         self._decoders.setdefault(key, SnapshotDecoder()).decode(message)
 
@@ -136,6 +158,7 @@ class AnchorCircuit:
             logger.warning("no prior of step %d: gradients are not finite: %s", version, ", ".join(work.broken[:3]))
             return
         fields = {"version": version, "num_batches": self.num_batches, "gradient_norm": work.gradient_norm}
+        further = {} if self._calibrator is None else self._calibrator.tensors_by_stage(version)
         self._link.flush(self._flush_seconds)
         if self._link.done:
             return
@@ -143,13 +166,14 @@ class AnchorCircuit:
             missing = [name for name in weights if name not in work.names]
             if missing:
                 raise ValueError(f"the anchor's gradients lack {', '.join(missing[:3])}, which stage {stage} trains")
-            if not self._link.send(stage, fields, work.tensors_of(weights)):
+            tensors = work.tensors_of(weights) | further.get(stage, {})
+            if not self._link.send(stage, fields, tensors):
                 logger.warning("stage %d is not connected: it gets no prior of step %d", stage, version)
         self.num_priors += 1
 
     def work(self, version: int, weights: Tensors) -> Work:
         """The passes over a snapshot of the whole model."""
-        gradients = self.mean_gradients(weights)
+        gradients = self.mean_gradients(version, weights)
 
         def tensors_of(names: Iterable[str]) -> Tensors:
             return self._compress({name: gradients[name] for name in names})
@@ -173,16 +197,36 @@ class AnchorCircuit:
             weights[stage] = layout.unpack(blocks)
         return weights
 
-    def mean_gradients(self, weights: Tensors) -> Tensors:
-        """Mean over the next `anchor_batches` batches."""
-        return mean_gradients((self._pass(weights) for _ in range(self._anchor_batches)), self._anchor_batches)
+    def mean_gradients(self, version: int, weights: Tensors) -> Tensors:
+        """Mean over the next `anchor_batches` batches; the calibrator looks on."""
+        return run_passes(version, weights, self._next_batch, self._gradients, self._anchor_batches, self._calibrator)
 
-    def _pass(self, weights: Tensors) -> Tensors:
+    def _next_batch(self) -> Any:
         batch = next(self._batches, None)
         if batch is None:
             raise ValueError(f"the anchor's data ended after {self.num_batches} batches: repeat it without an end")
         self.num_batches += 1
-        return self._gradients(weights, batch)
+        return batch
+
+
+def run_passes(
+    version: int,
+    weights: Tensors,
+    next_batch: Callable[[], Any],
+    gradients: Callable[[Tensors, Any], Tensors],
+    num_passes: int,
+    calibrator: Calibrating | None,
+) -> Tensors:
+    """Mean gradients of the first `num_passes` batches, float32; the calibrator looks at these and may want more.
+
+    The others' gradients count for nothing, so that a prior is of `anchor_batches` whether or not fits are due.
+    """
+    due = calibrator is not None and calibrator.begin(version)
+    one_pass = calibrator.gradients if due else gradients
+    mean = mean_gradients((one_pass(weights, next_batch()) for _ in range(num_passes)), num_passes)
+    while due and calibrator.wants_more:
+        one_pass(weights, next_batch())
+    return mean
 
 
 def mean_gradients(passes: Iterable[Tensors], num_passes: int) -> Tensors:

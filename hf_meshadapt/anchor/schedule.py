@@ -14,6 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 NO_VERSION = -1
+# Of what the pipeline would send uncoded, what an anchor should not exceed without its user knowing.
+MAX_ANCHOR_SHARE = 0.25
 
 
 def agree(held_versions: Sequence[Collection[int]], applied_version: int = NO_VERSION) -> int:
@@ -26,6 +28,24 @@ def agree(held_versions: Sequence[Collection[int]], applied_version: int = NO_VE
     """
     common = set.intersection(*map(set, held_versions)) if held_versions else set()
     return max((version for version in common if version > applied_version), default=NO_VERSION)
+
+
+def tell(version: int, has_fits: bool) -> float:
+    """A version as stages tell each other that they hold it: the half says that it brings fits too."""
+    return version + 0.5 * has_fits
+
+
+def agree_on_next(told: Sequence[Sequence[float]], applied_version: int = NO_VERSION) -> int:
+    """As `agree`, but never past a version with fits: they are rare, while priors follow each other.
+
+    Args:
+        told: of each stage, what it holds as `tell` writes it.
+    """
+    held = [[math.floor(number) for number in numbers] for numbers in told]
+    newest = agree(held, applied_version)
+    common = set.intersection(*map(set, held)) if held else set()
+    with_fits = {math.floor(number) for numbers in told for number in numbers if number % 1} & common
+    return min((version for version in with_fits if version > applied_version), default=newest)
 
 
 @dataclass(frozen=True)
@@ -156,14 +176,28 @@ class AnchorTraffic:
     Attributes:
         snapshot_bytes: of each source, a difference to the anchor.
         prior_bytes: of each stage, from the anchor.
+        fit_bytes: of each stage, what comes with a prior that calibrates its boundaries; () where none does.
+        calibration_every: optimizer steps after which the next prior brings fits.
     """
 
     snapshot_bytes: tuple[int, ...]
     prior_bytes: tuple[int, ...]
+    fit_bytes: tuple[int, ...] = ()
+    calibration_every: int = 1
 
     def bytes_per_step(self, anchor_every: int) -> float:
         """Of the anchor axis, both directions, spread over the steps of a round; first snapshots come on top."""
-        return (sum(self.snapshot_bytes) + sum(self.prior_bytes)) / anchor_every
+        returned = (self.returned_per_step(stage, anchor_every) for stage in range(len(self.prior_bytes)))
+        return sum(self.snapshot_bytes) / anchor_every + sum(returned)
+
+    def returned_per_step(self, stage: int, anchor_every: int) -> float:
+        """Bytes of a stage's priors and fits, spread over the steps of a round."""
+        prior_bytes = self.prior_bytes[stage] / anchor_every
+        if not self.fit_bytes:
+            return prior_bytes
+        # Fits come with a prior, so that their interval is a whole number of rounds.
+        rounds = math.ceil(self.calibration_every / anchor_every)
+        return prior_bytes + self.fit_bytes[stage] / (rounds * anchor_every)
 
     def round_seconds(self, link_bits_per_second: float) -> float:
         """What the slowest transfer takes, every source with a link of this rate in each direction."""
@@ -199,4 +233,22 @@ def interval_warning(
         f"anchor_every={anchor_every} is too small for the link: {cause}, {anchor_every} steps of {step_seconds:.2f} s "
         f"take {anchor_every * step_seconds:.1f} s. Snapshots will be about {needed_steps} steps apart; set "
         f"anchor_every={needed_steps}, or send fewer bits per weight and factors of a lower rank"
+    )
+
+
+def bytes_warning(anchor_bytes: float, dense_bytes: float, anchor_every: int) -> str | None:
+    """What to tell a user whose anchor costs more than `MAX_ANCHOR_SHARE` of the pipeline; None where all is well.
+
+    Args:
+        anchor_bytes: of the anchor's axis in an optimizer step, on average.
+        dense_bytes: of the pipeline's axis, if nothing were coded; 0 where there is no pipeline to compare with.
+    """
+    share = anchor_bytes / dense_bytes if dense_bytes else 0.0
+    if share <= MAX_ANCHOR_SHARE:
+        return None
+    return (
+        f"the anchor takes {anchor_bytes / 1e6:.3g} MB per step, {share:.0%} of what the pipeline would send uncoded "
+        f"({dense_bytes / 1e6:.3g} MB): more than {MAX_ANCHOR_SHARE:.0%}. Set anchor_every to "
+        f"{math.ceil(anchor_every * share / MAX_ANCHOR_SHARE)}, make batches larger, or send fewer bits "
+        "(anchor_snapshot_bits) and factors of a lower prior_rank"
     )

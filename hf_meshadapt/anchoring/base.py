@@ -19,6 +19,7 @@ from ..spectral.config import prior_rank, prior_values
 from ..spectral.optimizer import SpectralCorrection
 from ..spectral.priors import Priors
 from .checkpoint import AnchorState, load_anchor_files, save_anchor_files
+from .fitting import Fitting
 from .prior import Prior
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,13 @@ PRIOR_VALUE_BYTES = 2  # bfloat16
 
 
 class NoAnchor:
-    """A run without an anchor; everything that the trainer calls."""
+    """A run without an anchor; everything that the trainer calls.
+
+    Attributes:
+        calibrates: the boundaries of this run are calibrated by its anchor once it trains.
+    """
+
+    calibrates = False
 
     def __init__(self, trainer):
         self.trainer, self.engine, self.args = trainer, trainer.engine, trainer.args
@@ -103,6 +110,8 @@ class Anchored(NoAnchor):
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named}
         self.optimizer: SpectralCorrection | None = None
         self.engine.anchor_plan, self._share_corrected = self._plan()
+        self.calibrates = self.args.calibrated_by_anchor
+        self.fitting = Fitting(self.engine, self.args)
         self.forget()
 
     def forget(self) -> None:
@@ -111,6 +120,7 @@ class Anchored(NoAnchor):
         self.pending: dict[int, Prior] = {}
         self.received_version, self.num_batches = NO_VERSION, 0
         self.reference: tuple[int, dict[str, Tensor]] | None = None
+        self.fitting.forget()
         if self.optimizer is not None:
             self.optimizer.priors = Priors(self.named, self.spectral)
             self.optimizer.num_live_steps, self.optimizer.stepped_version = 0, None
@@ -173,6 +183,7 @@ class Anchored(NoAnchor):
             coefficient = clip_coefficient(prior.gradient_norm, self.args.max_grad_norm)
         self.optimizer.priors.receive(prior.values, prior.version, prior.version, clip_coefficient=coefficient)
         self.received_version = prior.version
+        self.fitting.apply(prior)
 
     def end_step(self):
         version = self.optimizer.priors.version
@@ -216,6 +227,8 @@ class Anchored(NoAnchor):
                 "mean_prior_age_steps": history.mean_age_steps,
                 "snapshot_bytes": sum(traffic.snapshot_bytes),
                 "prior_bytes": sum(traffic.prior_bytes),
+                "num_calibrations": self.fitting.num_applied,
+                "calibration_bytes": sum(traffic.fit_bytes),
             }
         )
 
@@ -231,6 +244,7 @@ class Anchored(NoAnchor):
                 "history": self.history.state_dict(),
                 "received_version": self.received_version,
                 "num_batches": self.num_batches,
+                "fitting": self.fitting.state(self.pending.values()),
             },
         )
         save_anchor_files(folder, self.engine.topology.stage, state)
@@ -240,11 +254,12 @@ class Anchored(NoAnchor):
         return None
 
     def load(self, folder):
-        state = load_anchor_files(folder, set(self.shapes))
+        state = load_anchor_files(folder, set(self.shapes), self.fitting.boundaries)
         if state is None:
             logger.warning("%s was written without an anchor: there is no prior until the first one comes", folder)
             return
         self.optimizer.load_spectral_state(*state.spectral)
         self.history.load_state_dict(state.plain["history"])
         self.received_version, self.num_batches = state.plain["received_version"], state.plain["num_batches"]
-        self.pending, self.reference = state.pending, state.reference
+        self.reference = state.reference
+        self.pending = self.fitting.load_state(state.plain.get("fitting"), state.pending)

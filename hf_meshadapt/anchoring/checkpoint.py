@@ -11,6 +11,7 @@ from torch import Tensor
 from ..checkpoint_folder import MESH_STATE, read_json
 from ..checkpoint_state import save_pair
 from ..spectral.factors import from_tensors, to_tensors
+from . import fits as boundary_fits
 from .prior import Prior
 
 
@@ -38,6 +39,8 @@ def save_anchor_files(folder: Path, stage: int, state: AnchorState) -> list[Path
     pending = []
     for version, prior in state.pending.items():
         tensors |= {f"pending-{version}/{key}": tensor for key, tensor in to_tensors(prior.values).items()}
+        fits = {f"fits-{version}/{key}": tensor for key, tensor in boundary_fits.to_tensors(prior.fits).items()}
+        tensors |= fits
         pending.append({"version": version, "gradient_norm": prior.gradient_norm, "num_batches": prior.num_batches})
     version = None
     if state.reference is not None:
@@ -47,8 +50,11 @@ def save_anchor_files(folder: Path, stage: int, state: AnchorState) -> list[Path
     return save_pair(folder / MESH_STATE / f"anchor-stage-{stage:05d}", tensors, plain)
 
 
-def load_anchor_files(folder: Path, names: set[str]) -> AnchorState | None:
+def load_anchor_files(folder: Path, names: set[str], boundaries: list[int]) -> AnchorState | None:
     """State of the named parameters out of whatever stages' files there are; None where there are none.
+
+    Args:
+        boundaries: receiving chunks of those whose fits are wanted.
 
     What some of them lack of a pending prior or of the reference (on another machine) is left out as a whole.
     """
@@ -59,15 +65,13 @@ def load_anchor_files(folder: Path, names: set[str]) -> AnchorState | None:
     tensors: dict[str, Tensor] = {}
     for path in paths:
         with safe_open(path.with_suffix(".safetensors"), framework="pt") as stored:
-            wanted = [key for key in stored.keys() if key.split("/")[-2] in names]  # noqa: SIM118 (it is no dict)
+            keys = stored.keys()
+            wanted = [key for key in keys if key.startswith("fits-") or key.split("/")[-2] in names]
             tensors.update((key, stored.get_tensor(key)) for key in wanted)
     plain = files[0]["spectral"]
     held = {name: counts for file in files for name, counts in file["spectral"]["priors"]["held"].items()}
     spectral = plain | {"priors": plain["priors"] | {"held": held}}
-    pending = {
-        entry["version"]: Prior(**entry, values=from_tensors(_under(f"pending-{entry['version']}/", tensors)))
-        for entry in files[0]["pending"]
-    }
+    pending = {entry["version"]: _pending_prior(entry, tensors, boundaries) for entry in files[0]["pending"]}
     reference, version = from_tensors(_under("reference/", tensors)), files[0]["reference_version"]
     return AnchorState(
         spectral=(_under("spectral/", tensors), spectral),
@@ -75,6 +79,13 @@ def load_anchor_files(folder: Path, names: set[str]) -> AnchorState | None:
         reference=(version, reference) if version is not None and set(reference) == names else None,
         plain=files[0]["run"],
     )
+
+
+def _pending_prior(entry: dict, tensors: dict[str, Tensor], boundaries: list[int]) -> Prior:
+    version = entry["version"]
+    fits, _ = boundary_fits.from_tensors(_under(f"fits-{version}/", tensors))
+    values = from_tensors(_under(f"pending-{version}/", tensors))
+    return Prior(**entry, values=values, fits={chunk: fit for chunk, fit in fits.items() if chunk in boundaries})
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,11 @@ class AnchorBatches(Iterator[dict]):
             raise ValueError("train_dataset is empty: the anchor needs at least one row")
         self.dataset, self.collate, self.rows, self.seed, self.num_taken = dataset, collate, rows, seed, num_taken
         self._epoch, self._order = -1, []
+
+    @property
+    def num_per_epoch(self) -> int:
+        """Whole batches in the data set, at least one."""
+        return max(1, len(self.dataset) // self.rows)
 
     def __next__(self) -> Any:
         first = self.num_taken * self.rows
@@ -84,6 +90,11 @@ class StreamBatches(Iterator[dict]):
         self.num_taken += 1
         return batch
 
+    @property
+    def num_per_epoch(self) -> float:
+        """Not known before its end."""
+        return math.inf
+
     def _next_rows(self) -> list:
         self._num_read += 1
         return [next(self._examples) for _ in range(self.rows)]
@@ -122,9 +133,14 @@ def has_indices(dataset) -> bool:
     return hasattr(dataset, "__getitem__") and has_length(dataset)
 
 
+def can_read(dataset) -> bool:
+    """It can be read beside the fast circuit, and again."""
+    return has_indices(dataset) or (isinstance(dataset, Iterable) and not isinstance(dataset, Iterator))
+
+
 def refuse_unreadable(dataset) -> None:
     """Raises NotImplementedError for a data set that the anchor cannot read beside the fast circuit, or again."""
-    if not has_indices(dataset) and (isinstance(dataset, Iterator) or not isinstance(dataset, Iterable)):
+    if not can_read(dataset):
         raise NotImplementedError(
             f"anchor=True with a {type(dataset).__name__}: the anchor reads the training set by itself, from the beginning "
             "after every restart. Use a data set with a length and indices, or one that can be iterated over again"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from ..anchor.circuit import mean_gradients, norm, not_finite
+from ..anchor.circuit import norm, not_finite, run_passes
 from ..anchor.snapshot import Layout, SnapshotEncoder
 from ..spectral.compressor import GradientCompressor
 from .base import Anchored
+from .calibrator import Calibrator
 from .data import refuse_unreadable
 from .passes import AnchorPasses
 from .prior import Prior
@@ -34,6 +35,11 @@ class EmulatedAnchor(Anchored):
 
     def start(self, dataloader):
         self.batches = self.passes.batches(dataloader, self.config.seed, self.num_batches)
+        self.calibrator = None
+        if self.calibrates:
+            size = self.args.calibration_tokens, self.batches.num_per_epoch
+            self.calibrator = Calibrator(self.engine, self.passes.gradients, *size)
+            self.calibrator.set_up(self.fitting.start(self.pending.values()))
         self.encoder = SnapshotEncoder(stage=0, delta_bits=self.config.snapshot_bits, exact=True)
         if self.reference is not None:
             self.encoder.load_state_tensors(self.layout.state_tensors(*self.reference))
@@ -61,15 +67,15 @@ class EmulatedAnchor(Anchored):
                 logger.warning("there is no snapshot of step %d: %s", version, error)
                 return None
             weights = self.layout.unpack(self.encoder.reference)
-        count = self.config.anchor_batches
-        passes = (self.passes.gradients(weights, next(self.batches)) for _ in range(count))
-        gradients = mean_gradients(passes, count)
+        next_batch, one_pass, calibrator = self.batches.__next__, self.passes.gradients, self.calibrator
+        gradients = run_passes(version, weights, next_batch, one_pass, self.config.anchor_batches, calibrator)
         self.num_batches = self.batches.num_taken
         broken = not_finite(gradients)
         if broken:
             logger.warning("no prior of step %d: gradients are not finite: %s", version, ", ".join(broken[:3]))
             return None
-        return Prior(version, norm(gradients), self.num_batches, self.compressor.compress(gradients))
+        fits = {} if calibrator is None else calibrator.fits(version)
+        return Prior(version, norm(gradients), self.num_batches, self.compressor.compress(gradients), fits)
 
     def reference_now(self):
         if self.encoder.version is None:

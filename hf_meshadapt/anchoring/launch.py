@@ -15,6 +15,7 @@ from ..anchor.handshake import checked_secret
 from ..spectral.compressor import GradientCompressor
 from ..spectral.factors import to_tensors
 from .base import NoAnchor
+from .calibrator import Calibrator, NoFits
 from .data import AnchorBatches, StreamBatches, refuse_unreadable
 from .passes import AnchorPasses
 from .spread import AnchorRanks, SpreadCircuit, follow
@@ -61,6 +62,10 @@ class AnchorLaunch(NoAnchor):
             follow(ranks, self.passes, make_batches, self.config.anchor_batches)
         return TrainOutput(0, 0.0, {})
 
+    def _calibrator(self, batches: AnchorBatches | StreamBatches) -> Calibrator:
+        num_tokens = self.args.calibration_tokens or 0
+        return Calibrator(self.engine, self.passes.gradients, num_tokens, batches.num_per_epoch)
+
     def _serve_link(self, ranks: AnchorRanks | None, make_batches: Callable, compress: Callable) -> None:
         timeout_seconds, endpoint = self.engine.mesh.timeout_seconds, self.config.endpoint
         options = LinkOptions(rate_bits_per_second=self.config.rate_bits_per_second, reconnect_seconds=timeout_seconds)
@@ -72,14 +77,16 @@ class AnchorLaunch(NoAnchor):
             tqdm.write(f"anchor: waiting for the fast circuit at {endpoint}")
             link.wait_for_sources(timeout_seconds)
             tqdm.write("anchor: connected; it gets a prior for every snapshot that it sends")
+            batches = make_batches(link.num_batches)
             self.circuit = kind(
                 link,
                 self.passes.gradients,
-                make_batches(link.num_batches),
+                batches,
                 compress,
                 anchor_batches=self.config.anchor_batches,
                 flush_seconds=timeout_seconds,
                 num_batches=link.num_batches,
+                calibrator=self._calibrator(batches) if ranks is None else NoFits(),
             )
             self.circuit.run()
         finally:

@@ -14,16 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..anchor.attachment import AttachingEncoder, Attachment
 from ..anchor.connection import LinkOptions
 from ..anchor.fast_link import FastLink
 from ..anchor.handshake import checked_secret
-from ..anchor.schedule import NO_VERSION, agree, interval_warning
+from ..anchor.schedule import NO_VERSION, agree_on_next, tell
 from ..anchor.snapshot import Layout, SnapshotEncoder
 from ..planner import NUM_ANCHOR_COUNTS, NUM_LINK_FIGURES
 from ..waiting import LinkError
 from .base import Anchored
 from .endpoints import cannot_listen, open_listener, own_address, sources_of
 from .prior import Prior, pack, payload_bytes, read_prior, unpack
+from .traffic import warn_of_traffic
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class LinkedAnchor(Anchored):
 
     def start(self, dataloader):
         self._steps_before = self.history.num_steps
+        if self.calibrates:
+            self.fitting.start(self.pending.values())
         stage, endpoint = self.engine.topology.stage, self.config.endpoint
         listener, mine = None, {}
         if self.is_linked:
@@ -105,6 +109,8 @@ class LinkedAnchor(Anchored):
         if self.reference is not None:
             encoder.load_state_tensors(self.layout.state_tensors(*self.reference))
         self.encoder = encoder
+        if self.calibrates and stage == 0:  # one end tells for all
+            encoder = AttachingEncoder(encoder, self._attachment)
         options = LinkOptions(rate_bits_per_second=self.config.rate_bits_per_second)
         told = sources if stage == 0 else ()
         self.link = FastLink(listener, sources[stage], told, self.secret, encoder, options, self.num_batches)
@@ -112,6 +118,10 @@ class LinkedAnchor(Anchored):
         if self.config.deterministic:
             logger.info("waiting for the anchor at %s", self.config.endpoint)
             self.link.wait_until_ready(timeout_seconds)
+
+    def _attachment(self) -> Attachment:
+        # What an anchor that is gone has sent may never come into use, unless every prior does.
+        return self.fitting.attachment(tuple(self.pending.values()) if self.config.deterministic else ())
 
     def stop(self, done):
         if done and self._passing is not None:
@@ -147,7 +157,8 @@ class LinkedAnchor(Anchored):
         if self.is_linked:
             self._take_snapshot(step)
             self._poll()
-            held = sorted(self.pending)[-NUM_TOLD_VERSIONS:]
+            newest = sorted(self.pending)[-NUM_TOLD_VERSIONS:]
+            held = [tell(version, bool(self.pending[version].fits)) for version in newest]
             padding = [NO_VERSION] * (NUM_TOLD_VERSIONS - len(held))
             told = [self.link.ready, self.link.connected, *held, *padding]
             self.engine.figures = torch.tensor(told, dtype=torch.float64)
@@ -174,6 +185,7 @@ class LinkedAnchor(Anchored):
             try:
                 prior = read_prior(message, self.optimizer.priors.held)
                 self.optimizer.priors.check(prior.values, prior.version)
+                self.fitting.check(prior)
             except ValueError as error:
                 logger.warning("%s does not take a prior: %s", self.engine.topology.describe(), error)
             else:
@@ -186,7 +198,9 @@ class LinkedAnchor(Anchored):
                 return None
             with self.engine.step_meter.waiting():
                 message = self.link.wait_for_prior(version, self.engine.mesh.timeout_seconds)
-            return read_prior(message, self.optimizer.priors.held)
+            prior = read_prior(message, self.optimizer.priors.held)
+            self.fitting.check(prior)
+            return prior
         return self.pending[version]
 
     def _start_passing(self, version: int, step: int) -> None:
@@ -196,21 +210,38 @@ class LinkedAnchor(Anchored):
             self._passing = Passing(step, prior)
             return
         held, due_step = self.optimizer.priors.held, step
-        payload = pack(prior, held) if self.is_linked else torch.empty(payload_bytes(held), dtype=torch.uint8)
+        payload = pack(prior, held) if self.is_linked else None
+        num_bytes = self._agree_on_bytes(payload_bytes(held) if payload is None else len(payload))
+        payload = torch.empty(num_bytes, dtype=torch.uint8) if payload is None else payload
         if not self.config.deterministic:
             due_step += min(PASSING_STEPS, self.config.anchor_every)
         work = dist.broadcast(payload, group=self.engine.groups.anchor, group_src=0, async_op=True)
         self._passing = Passing(due_step, prior, payload, work)
+
+    def _agree_on_bytes(self, num_bytes: int) -> int:
+        """Of the coming transfer, as replica 0 knows it: fits make it longer."""
+        if not self.calibrates:
+            return num_bytes
+        told = torch.tensor([num_bytes])
+        with (
+            self.engine.naming("the size of a prior from replica 0, with", self._peers),
+            self.engine.step_meter.waiting(),
+        ):
+            dist.broadcast(told, group=self.engine.groups.anchor, group_src=0)
+        return int(told)
 
     def _passed(self) -> Prior | None:
         """The prior that was on its way, once it is here."""
         passing, self._passing = self._passing, None
         if passing.work is None:
             return passing.prior
-        ranks = self.engine.topology.data_parallel_ranks(self.engine.topology.stage)
-        with self.engine.naming("a prior from replica 0, with", ranks), self.engine.step_meter.waiting():
+        with self.engine.naming("a prior from replica 0, with", self._peers), self.engine.step_meter.waiting():
             passing.work.wait()
         return unpack(passing.payload, self.optimizer.priors.held)
+
+    @property
+    def _peers(self) -> list[int]:
+        return self.engine.topology.data_parallel_ranks(self.engine.topology.stage)
 
     def receive(self, prior):
         super().receive(prior)
@@ -228,14 +259,15 @@ class LinkedAnchor(Anchored):
         self._met = self._met or self.connected
         self.agreed_version = NO_VERSION
         if not self.config.deterministic and self._passing is None:
-            held = [[int(version) for version in row[2:]] for row in rows]
-            self.agreed_version = agree(held, self.received_version)
+            self.agreed_version = agree_on_next([row[2:] for row in rows], self.received_version)
 
     # Figures ---------------------------------------------------------------------------------------------------------
 
     def logs(self):
         """As without a launcher, and `anchor_connected`: 1 where every stage's link has its anchor."""
-        self._warn_of_interval()
+        if not self._has_logged:
+            self._has_logged = True
+            warn_of_traffic(self.trainer, self.history.num_steps - self._steps_before)
         return super().logs() | {"anchor_connected": float(self.connected)}
 
     def phase(self):
@@ -246,17 +278,6 @@ class LinkedAnchor(Anchored):
     def status(self):
         lost = ", anchor lost" if self._met and not self.connected else ""
         return super().status() + lost if self.optimizer.priors.version is not None else self.phase()
-
-    def _warn_of_interval(self) -> None:
-        """At the first log: the rate limit does not let snapshots follow each other as fast as `anchor_every` asks."""
-        rate, num_steps = self.config.rate_bits_per_second, self.history.num_steps - self._steps_before
-        step_seconds = self.engine.ledger.run.seconds / max(1, num_steps)
-        if self._has_logged or rate is None or not step_seconds or self.engine.topology.rank:
-            return
-        self._has_logged = True
-        warning = interval_warning(self.engine.anchor_plan.traffic, self.config.anchor_every, step_seconds, rate)
-        if warning is not None:
-            logger.warning(warning)
 
     # State -----------------------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ class SpreadCircuit(AnchorCircuit):
 
     def work(self, version, weights):
         self._ranks.tell(WORK, version, self.num_batches)
-        return self._ranks.gather(self.mean_gradients(self._ranks.scatter(weights)))
+        return self._ranks.gather(self.mean_gradients(version, self._ranks.scatter(weights)))
 
 
 def follow(ranks: AnchorRanks, passes: AnchorPasses, make_batches: Callable, anchor_batches: int) -> None:

@@ -148,6 +148,7 @@ def make_trainer(recipe: Recipe, options: TrialOptions, rows, num_steps: int) ->
     arguments = {
         **{name: value for name, value in vars(recipe).items() if value is not None},
         "output_dir": str(options.output),
+        "anchor": False,  # boundaries alone: the masks of preset=paper too
         "pipeline_stages": options.stages,
         "dp_sync": options.dp_sync,
         "data_parallel_replicas": options.replicas,

@@ -108,7 +108,7 @@ def test_adapters_over_a_mesh_equal_peft_under_plain_trainer(case, tmp_path):
 
 CODED = {
     "transform": {"preset": "anchored", "calibration_tokens": 256, "calibration_every": 3},
-    "random_mask": {"preset": "paper", "exact_first_token": True, "boundary_predictor": "mean"},
+    "random_mask": {"preset": "paper", "anchor": False, "exact_first_token": True, "boundary_predictor": "mean"},
 }
 
 

@@ -29,16 +29,25 @@ from ..equality import mesh_trainer, tiny_model
 from ..runs import fork
 
 ANCHOR = dict(anchor=True, anchor_every=3, prior_rank=8, max_steps=8)
+# A wide budget for narrow channels, and fits with every prior.
+CALIBRATED = dict(
+    pipeline_stages=2, preset="anchored", boundary_budget=0.4, calibration_tokens=300, calibration_every=1
+)
 CASES = {
     "3x1+2": (
         3, "llama_tied",
         dict(pipeline_stages=3, num_anchors=2, mask_ratio=0.5, correction_rule="blend", anchor_batches=2, tolerance=1e-6),
     ),
-    "2x1": (2, "llama_tied", dict(pipeline_stages=2, mask_ratio=0.5, correction_rule="blend", anchor_batches=2)),
-    "2x2": (4, "llama_tied", dict(pipeline_stages=2, preset="anchored", calibration_tokens=300)),
+    "2x1": (2, "llama_tied", dict(**CALIBRATED, correction_rule="blend", anchor_batches=2)),
+    "2x2": (4, "llama_tied", CALIBRATED),
+    "masked": (2, "llama_tied", dict(pipeline_stages=2, mask_ratio=0.5, correction_rule="blend", anchor_batches=2)),
+    "masked mean": (
+        4, "gpt2",
+        dict(pipeline_stages=2, mask_ratio=0.5, boundary_predictor="mean", calibration_tokens=300, calibration_every=4),
+    ),
     "interleaved": (
         2, "gpt2",
-        dict(pipeline_stages=2, pipeline_chunks_per_rank=2, pipeline_schedule="interleaved", anchor_snapshot_bits=4),
+        dict(**CALIBRATED, pipeline_chunks_per_rank=2, pipeline_schedule="interleaved", anchor_snapshot_bits=4),
     ),
     "1x2": (2, "llama", dict(pipeline_stages=1, correction_rule="anchor_only")),
 }  # fmt: skip
@@ -51,6 +60,8 @@ def assert_same_run(ranks: list[dict], emulated: dict, tolerance: float = 0.0) -
         names |= rank["weights"].keys()
         for name, tensor in rank["weights"].items():
             torch.testing.assert_close(tensor, emulated["weights"][name], rtol=0, atol=tolerance, msg=name)
+        for name, tensor in rank["fits"].items():
+            assert torch.equal(tensor, emulated["fits"][name]), name
         for row, other in zip(rank["metrics"], emulated["metrics"], strict=True):
             assert [row.get(name) for name in ("weight", "prior_age_steps", "prior_version")] == [
                 other.get(name) for name in ("weight", "prior_age_steps", "prior_version")
@@ -72,6 +83,22 @@ def test_a_deterministic_run_is_that_of_one_process(case, tmp_path):
     emulated = train_fast(0, folder=tmp_path, kind=kind, data_parallel_replicas=replicas, **options)
     assert_same_run(ranks, emulated, tolerance)
     assert any(row["weight"] > 0 for row in emulated["metrics"])
+    # Of eight steps: snapshots before the first, fourth and seventh, two of which come in time.
+    asked = options.get("calibration_every")
+    assert emulated["report"]["anchor"]["num_calibrations"] == {None: 0, 1: 2, 4: 1}[asked]
+
+
+@SLOW
+@pytest.mark.parametrize("step,every", [(4, 1), (6, 4)])
+def test_a_deterministic_run_resumes_exactly(step, every, tmp_path):
+    """Step 4: a prior is being taken in. Step 6: a snapshot is due, and the prior before it has come; so have its fits,
+    or a new anchor is told that the last are younger than four steps."""
+    torch.set_num_threads(1)
+    options = {**ANCHOR, **CALIBRATED, "calibration_every": every, "dropout": 0.2, "anchor_deterministic": True}
+    whole = run_both(tmp_path, 2, "llama_tied", save_at=(step,), **options)
+    resumed = run_both(tmp_path, 2, "llama_tied", resume=tmp_path / f"checkpoint-{step}", **options)
+    for one, other in zip(resumed, whole):
+        assert_same_run([one], other | {"metrics": other["metrics"][step:]})
 
 
 # Free-running ---------------------------------------------------------------------------------------------------------
@@ -86,14 +113,14 @@ def steps_of(ranks: list[dict], name: str) -> list:
 
 def test_all_ranks_take_a_prior_at_the_same_step_and_its_bytes_are_metered(tmp_path):
     torch.set_num_threads(1)
-    options = {**ANCHOR, "pipeline_stages": 2, "anchor_every": 2, "max_steps": 30}
+    options = {**ANCHOR, **CALIBRATED, "anchor_every": 2, "max_steps": 30}
     ranks = run_both(tmp_path, 4, "llama_tied", hook=paced(0.1), **options)
     versions = [version for version in steps_of(ranks, "prior_version") if version is not None]
     assert versions and versions == sorted(versions)
     assert min(age for age in steps_of(ranks, "prior_age_steps") if age is not None) >= 2
     held: dict[str, torch.Tensor] = {}
     for rank in ranks:
-        for name, tensor in rank["weights"].items():
+        for name, tensor in (rank["weights"] | rank["fits"]).items():
             assert torch.equal(held.setdefault(name, tensor), tensor), name
     report = ranks[0]["report"]
     assert all(rank["report"]["anchor"] == report["anchor"] for rank in ranks)
@@ -102,13 +129,16 @@ def test_all_ranks_take_a_prior_at_the_same_step_and_its_bytes_are_metered(tmp_p
     # The first snapshot is whole, twice what later ones are; words between the circuits come on top.
     figures, tokens = report["anchor"], 2 * ROWS * 16 * options["max_steps"]
     sent_bytes = report["bytes_per_token"]["anchor"] * tokens
-    snapshot_bytes, prior_bytes = figures["snapshot_bytes"], figures["prior_bytes"]
+    snapshot_bytes, prior_bytes = figures["snapshot_bytes"], figures["prior_bytes"] + figures["calibration_bytes"]
+    # One with every prior, the last of which may still be on its way into the optimizer.
+    assert figures["num_calibrations"] - figures["num_priors"] in (0, 1)
     least = (figures["num_snapshots"] - 1) * snapshot_bytes + 2 * figures["num_priors"] * prior_bytes
     assert least < sent_bytes < 1.5 * least + 6 * (snapshot_bytes + prior_bytes)
 
 
 def test_without_its_anchor_a_run_is_one_without_priors(tmp_path, capfd):
-    """The first log says that the link is too slow for what is asked of it, the first step that no anchor is there."""
+    """The first log says that the link is too slow for what is asked of it, and that it is much beside the pipeline; the
+    first step that no anchor is there."""
     torch.set_num_threads(1)
     options = {**ANCHOR, "pipeline_stages": 2, "anchor_every": 1, "max_steps": 3, "anchor_rate_bits_per_second": 2e4}
     endpoint = f"127.0.0.1:{free_ports(2)}"
@@ -122,8 +152,9 @@ def test_without_its_anchor_a_run_is_one_without_priors(tmp_path, capfd):
             assert torch.equal(tensor, plain.engine.parts.model.state_dict()[name]), name
     assert steps_of(ranks, "weight") == [0, 0, 0]
     assert ranks[0]["report"]["anchor"]["num_snapshots"] == 0 == ranks[0]["logs"][0]["anchor_connected"]
-    (warning,) = ranks[0]["warnings"]
-    assert warning.startswith("anchor_every=1 is too small for the link") and not ranks[1]["warnings"]
+    much, slow = ranks[0]["warnings"]
+    assert slow.startswith("anchor_every=1 is too small for the link") and not ranks[1]["warnings"]
+    assert much.startswith("the anchor takes ") and "of what the pipeline would send uncoded" in much
     assert capfd.readouterr().out.count("step 1: no anchor connected yet\n") == 1
 
 

@@ -77,10 +77,10 @@ MASKED = [
         "gpt2", 4, 2, 2, "1f1b",
         {"mask_ratio": 0.95, "wire_dtype": "bfloat16", "exact_first_token": True, "boundary_predictor": "mean"},
     ),
-    ("llama", 7, 3, 1, "1f1b", {"preset": "paper", "exact_first_token": True}),
+    ("llama", 7, 3, 1, "1f1b", {"preset": "paper", "anchor": False, "exact_first_token": True}),
     ("llama", 4, 4, 1, "gpipe", {"mask_ratio": 0.5, "boundary_predictor": "mean"}),
     ("llama_tied", 5, 2, 1, "interleaved", {"mask_ratio": 0.9, "pipeline_chunks_per_rank": 2}),
-    ("llama", 4, 2, 1, "gpipe", {"preset": "paper", "bf16": True}),
+    ("llama", 4, 2, 1, "gpipe", {"preset": "paper", "anchor": False, "bf16": True}),
 ]  # fmt: skip
 
 

@@ -40,6 +40,14 @@ REFUSED = [
     ({**ON, "correction_rule": "blend", "correction_tau": 0.5}, "correction_tau=0.5", "choose a rule among"),
     ({**ON, "correction_blend_weight": 0.2}, "correction_blend_weight=0.2", "choose a rule among"),
     ({**ON, "correction_rule": "anchor_only", "ramp_steps": 3}, "ramp_steps=3", "choose a rule among"),
+    ({"pipeline_stages": 2, "anchor_calibrates": True}, "anchor_calibrates=True", "Set anchor=True"),
+    ({**ON, "preset": "dense", "anchor_calibrates": True}, "anchor_calibrates=True", "needs no calibration"),
+    ({**ON, "calibration_every": 0, "anchor_calibrates": True}, "anchor_calibrates=True", "calibration_every=0"),
+    (
+        {"pipeline_stages": 2, "preset": "paper", "anchor": False, "anchor_every": 5},
+        "anchor_every=5",
+        "Set anchor=True",
+    ),
 ]
 
 
@@ -76,6 +84,30 @@ def test_presets_choose_the_filter(make_arguments):
     )
     # A prior is in use before the next one comes.
     assert [make_arguments(**ON, anchor_every=k).spectral_config().refresh_steps for k in (1, 3, 20)] == [1, 3, 4]
+
+
+def test_the_papers_preset_has_an_anchor_where_there_can_be_one(make_arguments, monkeypatch):
+    def has(world: int = 1, **fields) -> bool:
+        args = make_arguments(pipeline_stages=2, **{"preset": "paper", **fields})
+        monkeypatch.setenv("WORLD_SIZE", str(world))  # later: ranks would look for each other
+        assert args.has_anchor == (args.anchor_config() is not None) == (args.spectral_config() is not None)
+        return args.has_anchor
+
+    assert has() and not has(anchor=False) and not has(preset="anchored") and has(preset="anchored", anchor=True)
+    assert not has(2) and has(2, **ENDPOINT) and has(**ENDPOINT, circuit="anchor")
+    assert not has(data_parallel_replicas=2, dp_sync="diloco") and has(data_parallel_replicas=2, dp_sync="powersgd")
+    again = dataclasses.replace(make_arguments(pipeline_stages=2, preset="paper"))
+    assert again.anchor is None and again.has_anchor
+
+
+def test_an_anchor_calibrates_what_is_calibrated_unless_told_otherwise(make_arguments):
+    def calibrates(**fields) -> bool:
+        return make_arguments(**{"pipeline_stages": 2, **fields}).calibrated_by_anchor
+
+    assert calibrates(anchor=True) and calibrates(anchor=True, calibration_every=3) and not calibrates()
+    assert not calibrates(anchor=True, anchor_calibrates=False) and not calibrates(anchor=True, calibration_every=0)
+    assert not calibrates(preset="paper") and calibrates(preset="paper", boundary_predictor="mean")
+    assert not calibrates(anchor=True, pipeline_stages=1)
 
 
 def test_anchor_config_holds_what_was_given(make_arguments):

@@ -10,7 +10,10 @@ from hf_meshadapt.anchor.schedule import (
     AnchorSchedule,
     AnchorTraffic,
     agree,
+    agree_on_next,
+    bytes_warning,
     interval_warning,
+    tell,
 )
 
 
@@ -139,3 +142,27 @@ def test_bytes_per_step_and_the_warning():
     text = interval_warning(traffic, 10, step_seconds=0.5, link_bits_per_second=200e6, pass_seconds=12.0)
     assert "the anchor's passes take 12.0 s" in text and "set anchor_every=24" in text
     assert AnchorTraffic((), ()).round_seconds(1e6) == 0
+
+
+def test_an_anchor_that_costs_more_than_a_quarter_of_the_pipeline_is_told():
+    assert bytes_warning(25e6, 100e6, 10) is None and bytes_warning(5e6, 0, 10) is None
+    warning = bytes_warning(60e6, 100e6, 10)
+    assert warning.startswith("the anchor takes 60 MB per step, 60% of what the pipeline would send uncoded (100 MB)")
+    assert "Set anchor_every to 24," in warning
+
+
+@pytest.mark.parametrize(
+    "told,applied,expected",
+    [
+        ([[], []], 3, NO_VERSION),
+        ([[4, 8], [4, 8]], 3, 8),
+        ([[4.5, 8], [4.5, 8, NO_VERSION]], 3, 4),  # fits are not passed over
+        ([[4.5, 8], [4.5, 8]], 4, 8),
+        ([[4.5, 8], [8]], 3, 8),  # a stage that lacks them
+        ([[4.5, 6.5, 8], [4.5, 6.5]], 3, 4),
+        ([[0.5]], NO_VERSION, 0),
+    ],
+)
+def test_a_version_with_fits_is_not_passed_over(told, applied, expected):
+    assert agree_on_next(told, applied) == expected
+    assert [tell(4, True), tell(8, False)] == [4.5, 8]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_meshadapt import MeshAdaptTrainer
 from hf_meshadapt.anchoring.emulated import EmulatedAnchor
 from hf_meshadapt.anchoring.passes import AnchorPasses
+from hf_meshadapt.calibration import boundary_state
 from hf_meshadapt.planner import ANCHOR_RANK
 from tests.equality import Rows, collate_fixed, mesh_trainer, tiny_model
 from tests.runs import SaveAt
@@ -15,6 +17,8 @@ ROWS, EVERY = 4, 3
 COMMON = dict(pipeline_stages=2, eval_strategy="no", learning_rate=1e-2, gradient_accumulation_steps=1, max_steps=8)
 MASKED = dict(mask_ratio=0.5, exact_first_token=True, boundary_predictor="mean")
 ANCHOR = dict(anchor=True, anchor_every=EVERY, prior_rank=8)
+# A wide budget for narrow channels.
+CALIBRATED = dict(preset="anchored", boundary_budget=0.4, calibration_tokens=150)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +33,7 @@ def make(folder, kind: str = "llama_tied", dropout: float = 0.0, **options):
 
     def end() -> None:
         end_step()
-        trainer.metrics.append(trainer.anchoring.optimizer.metrics() if trainer.args.anchor else None)
+        trainer.metrics.append(trainer.anchoring.optimizer.metrics() if trainer.args.has_anchor else None)
 
     trainer.anchoring.end_step = end
     return trainer
@@ -98,6 +102,7 @@ def test_priors_come_when_they_should(tmp_path, capsys):
         "rule": "diagonal", "anchor_every": 3, "effective_anchor_every": 3.0, "num_snapshots": 4, "num_priors": 2,
         "num_steps": 10, "num_live_steps": 5, "mean_prior_age_steps": 5.8,
         "snapshot_bytes": report["anchor"]["snapshot_bytes"], "prior_bytes": report["anchor"]["prior_bytes"],
+        "num_calibrations": 0, "calibration_bytes": 0,
     }  # fmt: skip
     assert report["planned_bytes_per_token"]["anchor"] > 0 and "anchor" not in report["bytes_ratio_to_dense"]
 
@@ -144,8 +149,10 @@ def test_planned_bytes_are_those_of_what_is_sent(tmp_path):
         dict(correction_rule="blend", optim="sgd", data_parallel_replicas=2, save_at=(3, 5)),
         dict(correction_rule="anchor_only", anchor_batches=2, save_at=(4,)),
         dict(preset="paper", anchor_snapshot_bits=4, dropout=0.2, save_at=(7,)),
+        # Fits on their way, and in use; the next ones are due later.
+        dict(**CALIBRATED, calibration_every=4, save_at=(2, 5)),
     ],
-    ids=lambda options: options.get("correction_rule", "paper"),
+    ids=lambda options: options.get("correction_rule", options.get("preset")),
 )
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, options):
     save_at = options.pop("save_at")
@@ -157,6 +164,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, options):
         resumed = make(tmp_path, **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same(weights(resumed), weights(whole))
+        assert_same(boundary_state(resumed.engine), boundary_state(whole.engine))
         assert resumed.metrics == whole.metrics[step:]
         assert resumed.anchoring.report() == whole.anchoring.report()
 
@@ -200,6 +208,7 @@ def test_anchor_only_steps_on_delayed_gradients_alone(tmp_path):
         **options,
         anchor=True,
         anchor_every=2,
+        anchor_calibrates=False,
         correction_rule="anchor_only",
         prior_rank=99,
     )
@@ -275,3 +284,10 @@ def test_of_a_stream_it_reads_a_shard_and_a_resumed_run_goes_on_there(tmp_path):
 def test_a_data_set_that_can_be_read_once_is_refused(tmp_path):
     with pytest.raises(NotImplementedError, match="anchor=True with a Once"):
         make(tmp_path, **ANCHOR, trainer={"train_dataset": Once()})
+
+
+def test_the_papers_preset_trains_without_an_anchor_where_it_cannot_read(tmp_path, caplog):
+    args = make(tmp_path, preset="paper", max_steps=2).args
+    trainer = MeshAdaptTrainer(tiny_model("llama"), args, train_dataset=Once(), data_collator=collate_fixed)
+    trainer.train()
+    assert args.has_anchor and trainer.mesh_report()["anchor"] is None and "trains without its anchor" in caplog.text
