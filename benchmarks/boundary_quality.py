@@ -90,7 +90,12 @@ STUDY: dict[str, list[tuple[str, int, float, int, str]]] = {
     "deep": [
         (name, 8, 1e-4, seed, "gsm8k") for seed in (0, 1, 2) for name in ("quantize_4bit", "transform_5", "rotated_1bit")
     ],
-    "remembering": [(name, 4, 1e-4, seed, "gsm8k_twice") for seed in (0, 1, 2) for name in REMEMBERING],
+    "remembering": [
+        (name, 4, 1e-4, seed, "gsm8k_twice")
+        for names in (REMEMBERING[:2], REMEMBERING[2:])
+        for seed in (0, 1, 2)
+        for name in names
+    ],
     "second_corpus": [
         (name, 4, 1e-4, seed, "kjv")
         for seed in (0, 1, 2)

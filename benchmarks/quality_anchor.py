@@ -4,6 +4,8 @@ Paired runs as in `benchmarks.boundary_quality`, whose models, corpora and confi
 same problems in the same order, equally many of the fast circuit's tokens. `anchor_only` is the control: a correction is
 a gain only where it beats that, at the same K, and its boundary alone.
 
+Runs without an anchor that `benchmarks.boundary_quality` has made are taken over from its results.
+
 Every configuration trains at the learning rate of its family, the best one on one seed; run the part `learning_rate`
 first, else it is 1e-4. Rows already in the results file are kept, so that the study can be run in pieces:
 `python -m benchmarks.quality_anchor --part learning_rate headline --minutes 100`.
@@ -23,7 +25,7 @@ from statistics import mean
 from . import boundary_quality as boundaries
 from .common import RESULTS, write_result
 
-NAME = "quality_anchor"
+NAME, MODEL = "quality_anchor", boundaries.MODEL
 EVERY = 10
 RATE = 1e-4
 SEEDS = (0, 1, 2)
@@ -68,6 +70,8 @@ HEADLINE = (
 )  # fmt: skip
 BEST = ("dense", "mask95_mean_diagonal", "mask95_mean_blend", "anchor_only", "transform_diagonal")
 REST = [name for name in CONFIGURATIONS if name not in HEADLINE]
+# Runs of `boundary_quality` that are the same here, by our name for them.
+SHARED = {"dense": "dense", "mask95_zero": "mask95_zero", "mask95_mean": "mask95_mean", "transform": "transform_5"}
 # A direction that stays the same for K steps diverges at a rate that single steps bear, and few steps bear a larger one.
 RATES = {"blend": (2e-5, 5e-5, RATE), "anchor_only": (RATE, 2e-4, 5e-4)}
 # (configuration, stages, learning rate or None for the best found, seed, corpus) by part.
@@ -83,6 +87,18 @@ STUDY: dict[str, list[Row]] = {
     "second_corpus": [(name, 4, None, seed, "kjv") for seed in SEEDS for name in BEST],
     "rest": [(name, 4, None, 0, "gsm8k") for name in REST],
 }
+
+
+def shared_runs(steps: int) -> list[dict]:
+    """Raw rows of runs that `boundary_quality` has made already."""
+    rows = json.loads((RESULTS / f"{boundaries.NAME}.json").read_text())["rows"]
+    names = {theirs: ours for ours, theirs in SHARED.items()}
+    return [
+        run | {"configuration": names[run["configuration"]], "rule": "none", "anchor_every": None}
+        for row in rows
+        for run in row["runs"]
+        if run["configuration"] in names and run["corpus"] in ("gsm8k", "kjv") and run["steps"] == steps
+    ]
 
 
 def best_rate(runs: list[dict], name: str) -> float:
@@ -158,7 +174,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), help="only these configurations")
     parser.add_argument("--minutes", type=float, default=100.0, help="start no further run after so long")
     parser.add_argument("--steps", type=int, default=boundaries.STEPS, help="optimizer steps of a run")
-    parser.add_argument("--model", type=Path, default=boundaries.MODEL, help="folder of another model")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of another model")
     parser.add_argument("--name", default=NAME, help="of the results file")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -166,6 +182,8 @@ def main() -> None:
     path = RESULTS / f"{options.name}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     runs = [run for row in rows for run in row["runs"] if run["steps"] == options.steps]
+    if options.model == MODEL:
+        runs += [run for run in shared_runs(options.steps) if key_of(run) not in map(key_of, runs)]
     before = {run["corpus"]: run["loss_before"] for run in runs}
     data, deadline = {}, time.monotonic() + 60 * options.minutes
     for name, stages, rate, seed, corpus in (row for part in options.part for row in STUDY[part]):
