@@ -16,6 +16,7 @@ rate-distortion function, Goyal, Theoretical foundations of transform coding (20
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,14 +28,7 @@ from . import rans
 from .bits import read_bfloat16
 from .sensitivity import TokenSensitivity
 from .sequence_coder import split_tokens
-from .step_size import (
-    FINEST,
-    class_of_spread,
-    expected_bits,
-    expected_total,
-    smallest_step,
-    units_within,
-)
+from .step_size import FINEST, class_of_spread, expected_bits, expected_total, smallest_step, unit_bits
 from .symbol_model import CLASS_UNITS, LARGEST, UNITS, symbol_model
 from .transform import TransformTables
 
@@ -133,9 +127,9 @@ class EntropySequenceCoder:
         width, length = self.hidden_size, hidden.shape[1]
         places = np.concatenate([row * length + layout.coded for row, layout in enumerate(layouts)])
         places = torch.from_numpy(places).to(hidden.device)
-        residual = hidden.reshape(-1, width)[places]
+        residual = hidden.reshape(-1, width).index_select(0, places)
         if base is not None:
-            residual -= base.reshape(-1, width)[places]
+            residual -= base.reshape(-1, width).index_select(0, places)
         residual = residual.to(self.analysis.dtype)
         # One product for the whole microbatch, and one copy to the host; a second one where more must be known.
         leading = (residual @ self.analysis[: self.num_leading].T).float()
@@ -147,10 +141,12 @@ class EntropySequenceCoder:
         for row, layout in enumerate(layouts):
             tokens = slice(start, start + len(layout.coded))
             start = tokens.stop
-            whole = hidden[row, layout.exact].to(torch.bfloat16).view(torch.uint8).flatten().cpu().numpy()
-            packed[row, : len(whole)] = whole
+            begin = len(layout.exact) * width * 2
+            if begin:
+                whole = hidden[row, layout.exact].to(torch.bfloat16).view(torch.uint8)
+                packed[row, :begin] = whole.flatten().cpu().numpy()
             if layout.stream_bytes > HEADER.itemsize and len(layout.coded):
-                tasks.append((tokens, layout.offsets, packed[row, len(whole) : len(whole) + layout.stream_bytes]))
+                tasks.append((tokens, layout.offsets, packed[row, begin : begin + layout.stream_bytes]))
         # Not on threads: they would share the cores with torch's own, which spin for a while after every product.
         plans = [self._plan(components[t], gains[t], offsets, out) for t, offsets, out in tasks]
         most = max((plan.num_coded for plan in plans if plan), default=0)
@@ -172,19 +168,20 @@ class EntropySequenceCoder:
         tasks, places = [], []
         for row, layout in enumerate(self._layouts(kind, token_ids)):
             start = len(layout.exact) * self.hidden_size * 2
-            whole = read_bfloat16(packed[row : row + 1], 0, len(layout.exact) * self.hidden_size)
-            hidden[row, layout.exact] = whole.view(len(layout.exact), self.hidden_size)
+            if start:
+                whole = read_bfloat16(packed[row : row + 1], 0, start // 2)
+                hidden[row, layout.exact] = whole.view(len(layout.exact), self.hidden_size)
             if layout.stream_bytes > HEADER.itemsize and len(layout.coded):
                 tasks.append((host[row, start : start + layout.stream_bytes], layout.offsets))
                 places.append(row * hidden.shape[1] + layout.coded)
         if tasks:
-            decoded = [self._decode_tokens(*task) for task in tasks]
-            most = max(used for _, used in decoded)
-            components = torch.from_numpy(np.concatenate([tokens[:, :most] for tokens, _ in decoded]))
-            residual = components.to(hidden.device, self.synthesis.dtype) @ self.synthesis[:, :most].T
-            hidden.view(-1, self.hidden_size).index_add_(
-                0, torch.from_numpy(np.concatenate(places)).to(hidden.device), residual.float()
-            )
+            places = torch.from_numpy(np.concatenate(places)).to(hidden.device)
+            components = torch.zeros(len(places), len(self.scales))
+            rows = components.split([len(offsets) for _, offsets in tasks])
+            most = max(self._decode_tokens(*task, row.numpy()) for task, row in zip(tasks, rows))
+            coded = components[:, :most].to(hidden.device, self.synthesis.dtype)
+            residual = coded @ self.synthesis[:, :most].T
+            hidden.view(-1, self.hidden_size).index_add_(0, places, residual.float())
         return hidden
 
     def _layouts(self, kind: Tensor, token_ids: Tensor | None) -> list[Layout]:
@@ -207,12 +204,11 @@ class EntropySequenceCoder:
         if not np.isfinite(leading).all():  # the loss is not either: let the other end see it
             header["state"] = NOT_FINITE
             return None
-        base = int(np.median(gains))
+        base = int(np.sort(gains)[len(gains) // 2])  # the median
         gain_class = class_of_spread(gains - base)
         symbols = np.clip(gains - base, -model.reach[gain_class], model.reach[gain_class])
-        budget = (
-            32.0 * (num_words(out) - rans.STATE_WORDS // 2) - model.bits[model.origins[gain_class] + symbols].sum()
-        )
+        gain_bits = model.bits[model.origins[gain_class] + symbols].sum()
+        budget = 32.0 * (num_words(out) - rans.STATE_WORDS // 2) - gain_bits
         if budget < 0:
             return None
         gains = (base + symbols) * CLASS_UNITS
@@ -238,49 +234,58 @@ class EntropySequenceCoder:
 
     def _write(self, plan: Plan, y: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
         """Components (N, C) of one sequence into `out`, as many as the plan's step needs."""
-        model, words, gains = symbol_model(), np.zeros(num_words(out), dtype=np.uint32), plan.gains
-        for step in range(self._fitting_step(plan, y, gains, offsets), FINEST):  # one turn, or seldom two
-            first = rans.encode(
-                y, self.scales, gains, step + offsets, plan.symbols, plan.gain_class,
-                model.origins, model.reach, model.starts, model.widths, words,
-            )  # fmt: skip
-            if first >= 0:
-                out[: HEADER.itemsize].view(HEADER)[:] = (step, plan.base, plan.gain_class, CODED)
-                body = words[first:].astype("<u4").view(np.uint8)
-                out[HEADER.itemsize : HEADER.itemsize + len(body)] = body
-                return
+        model, words = symbol_model(), np.zeros(num_words(out), dtype=np.uint32)
+        step, entries = self._fit(plan, y, offsets)
+        # One turn, or seldom two.
+        while (first := rans.encode(entries, model.starts, model.widths, words)) < 0 and step < FINEST:
+            step += 1
+            entries, _ = self._quantise(plan, y, offsets, step)
+        if first >= 0:
+            out[: HEADER.itemsize].view(HEADER)[:] = (step, plan.base, plan.gain_class, CODED)
+            body = words[first:].astype("<u4").view(np.uint8)
+            out[HEADER.itemsize : HEADER.itemsize + len(body)] = body
 
-    def _fitting_step(self, plan: Plan, y: np.ndarray, gains: np.ndarray, offsets: np.ndarray) -> int:
-        """About the smallest step whose code fits, by counting from the planned one: much faster than coding."""
-        model, budget = symbol_model(), plan.budget_bits
-
-        def excess(step: int) -> float:
-            counted = rans.count_bits(y, self.scales, gains, step + offsets, model.origins, model.reach, model.bits)
-            return counted - budget
-
-        step, over = plan.step, excess(plan.step)
+    def _fit(self, plan: Plan, y: np.ndarray, offsets: np.ndarray) -> tuple[int, np.ndarray]:
+        """About the smallest step whose code fits, and what is to be coded at it; by counting, from the planned one on."""
+        step, (entries, over) = plan.step, self._quantise(plan, y, offsets, plan.step)
+        unit = max(1.0, unit_bits(self.expected, plan.gains - offsets, step))
         while over > 0 and step < FINEST:
-            step += units_within(over, y.size)
-            over = excess(step)
-        while -over > SPARE * budget and (finer := step - units_within(-over, y.size)) >= plan.finest:
-            over = excess(finer)
-            if over > 0:
+            step += math.ceil(over / unit)
+            entries, over = self._quantise(plan, y, offsets, step)
+        spare = max(SPARE * plan.budget_bits, unit / 2)
+        while -over > spare and step > plan.finest:
+            units = min(max(1, int(-over / unit)), step - plan.finest)
+            finer, left = self._quantise(plan, y, offsets, step - units)
+            if left > 0 and units == 1:
                 break
-            step = finer
-        return step
+            # What a unit is worth is expected at first, then seen.
+            unit = max(1.0, (left - over) / units)
+            if left <= 0:
+                step, entries, over = step - units, finer, left
+        return step, entries
 
-    def _decode_tokens(self, stream: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, int]:
-        """(N, C) float32 components of a sequence, zeros where nothing was sent, and how many leading ones it has."""
+    def _quantise(self, plan: Plan, y: np.ndarray, offsets: np.ndarray, step: int) -> tuple[np.ndarray, float]:
+        """What is to be coded at a step, gains first, and by how many bits that exceeds the budget."""
+        model, tokens = symbol_model(), len(y)
+        entries = np.empty(tokens + y.size, dtype=np.int32)
+        entries[:tokens] = model.origins[plan.gain_class] + plan.symbols
+        count, num_bits = rans.quantise_tokens(
+            y, self.scales, plan.gains, step + offsets, model.origins, model.reach, model.bits, entries[tokens:]
+        )
+        return entries[: tokens + count], num_bits - plan.budget_bits
+
+    def _decode_tokens(self, stream: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> int:
+        """A sequence's components into out, (N, C) float32 zeros; how many leading ones it has."""
         model = symbol_model()
         (header,) = stream[: HEADER.itemsize].copy().view(HEADER)
         words = stream[HEADER.itemsize :].copy().view("<u4").astype(np.uint32)
         gain_class = min(int(header["gain_class"]), len(model.origins) - 1)
         if header["state"] != CODED or len(words) < rans.STATE_WORDS:
-            value = np.nan if header["state"] == NOT_FINITE else 0.0
-            return np.full((len(offsets), len(self.scales)), value, dtype=np.float32), len(self.scales)
+            out[:] = np.nan if header["state"] == NOT_FINITE else 0.0
+            return out.shape[1]
         return rans.decode(
-            words, len(offsets), self.scales, int(header["step"]) + offsets, int(header["gain_base"]), gain_class,
-            model.origins, model.bounds, model.starts, model.widths, model.values,
+            words, self.scales, int(header["step"]) + offsets, int(header["gain_base"]), gain_class,
+            model.origins, model.bounds, model.starts, model.widths, model.values, out,
         )  # fmt: skip
 
 

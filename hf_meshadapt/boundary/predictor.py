@@ -44,11 +44,16 @@ def token_features(
         input_ids: (B, T).
         starts: (B, T) bool, first tokens of sequences: the one before belongs to another. None where rows begin them.
     """
-    here = torch.nn.functional.embedding(input_ids, table).to(dtype)
-    before = torch.nn.functional.pad(here[:, :-1], (0, 0, 1, 0))
+    size = table.shape[1]
+    features = torch.empty(*input_ids.shape, 2 * size + 1, dtype=dtype, device=table.device)
+    here, before = features[..., :size], features[..., size:-1]
+    here.copy_(torch.nn.functional.embedding(input_ids, table))
+    before[:, 1:] = here[:, :-1]
+    before[:, :1] = 0.0
     if starts is not None:
-        before = before.masked_fill(starts.unsqueeze(2), 0.0)
-    return torch.cat([here, before, here.new_ones(*input_ids.shape, 1)], dim=2)
+        before.masked_fill_(starts.unsqueeze(2), 0.0)
+    features[..., -1] = 1.0
+    return features
 
 
 def num_features(table: Tensor | None) -> int:

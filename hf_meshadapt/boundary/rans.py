@@ -21,6 +21,9 @@ import numpy as np
 
 from .symbol_model import BUCKET_BITS, CLASS_UNITS, LARGEST, PRECISION, ROUNDING, SMALLEST, UNITS
 
+# numba compiles anew where this file's text has changed, not where what it imports has: an old cache would code by old
+# constants. A test compares.
+COMPILED_FOR = (64, 16, -9, 28, 16, 8, 0.4)  # symbol_model.CONSTANTS
 # Unsigned, all that meets a state: numba divides whole numbers that may be negative several times as slowly.
 WORD, SHIFT, ONE = np.uint64(32), np.uint64(PRECISION), np.uint64(1)
 LOW = np.uint64(1 << 31)  # a state lies in [LOW, LOW << 32)
@@ -92,27 +95,28 @@ def with_symbol(state, start, width):
 
 
 @compiled
-def encode(y, scales, gains, steps, gain_symbols, gain_class, origins, reach, starts, widths, words) -> int:
-    """Codes a sequence into the end of `words` (uint32, at least `STATE_WORDS`).
+def quantise_tokens(y, scales, gains, steps, origins, reach, bits, entries) -> tuple[int, float]:
+    """Writes the entries of all components' symbols into `entries`, in their order; how many, and `count_bits` of them."""
+    count, total = 0, 0.0
+    for n in range(y.shape[0]):
+        per_step, level = 2.0 ** (-steps[n] / UNITS), gains[n] - steps[n]
+        for c in range(min(num_coded(scales, level), y.shape[1])):
+            entry = entry_of(y[n, c], scales[c] + level, per_step, origins, reach)
+            entries[count] = entry
+            total += bits[entry]
+            count += 1
+    return count, total
 
-    Args:
-        gain_symbols: (N,) int64, gains in classes, less the sequence's own; within the reach of their class.
-        gain_class: index of the table that they are coded with.
+
+@compiled
+def encode(entries, starts, widths, words) -> int:
+    """Codes symbols, given as entries of the tables (int32), into the end of `words` (uint32, at least `STATE_WORDS`).
 
     Returns:
         Index of the first word in use; -1 where they do not suffice.
     """
-    tokens, components = y.shape
-    entries = np.empty(tokens * (components + 1), dtype=np.int64)
-    count = tokens
-    for n in range(tokens):
-        entries[n] = origins[gain_class] + gain_symbols[n]
-        per_step, level = 2.0 ** (-steps[n] / UNITS), gains[n] - steps[n]
-        for c in range(min(num_coded(scales, level), components)):
-            entries[count] = entry_of(y[n, c], scales[c] + level, per_step, origins, reach)
-            count += 1
     state, other, position = LOW, LOW, len(words)
-    for entry in entries[:count][::-1]:
+    for entry in entries[::-1]:
         start, width = np.uint64(starts[entry]), np.uint64(widths[entry])
         if state >= MOST_PER_WIDTH * width:
             position -= 1
@@ -155,19 +159,19 @@ def read_state(words, position: int):
 
 
 @compiled
-def decode(words, tokens, scales, offsets, gain_base, gain_class, origins, bounds, starts, widths, values):
-    """Undoes `encode`.
+def decode(words, scales, steps, gain_base, gain_class, origins, bounds, starts, widths, values, out) -> int:
+    """Undoes `encode`, of a stream of the gains' symbols and then those of `quantise_tokens`.
 
     Args:
         words: uint32, from the first in use; at least `STATE_WORDS`.
-        offsets: (N,) int64, every token's step in units.
         gain_base: what gain symbols are relative to, in classes.
+        gain_class: index of the table that they are coded with.
+        out: (N, C) float32 zeros, which take the components that were coded.
 
     Returns:
-        (N, C) float32 components, zero where nothing was coded, and how many leading ones any token has. Garbage in
-        gives garbage out, in bounds.
+        How many leading components any token has. Garbage in gives garbage out, in bounds.
     """
-    out, used = np.zeros((tokens, len(scales)), dtype=np.float32), 0
+    tokens, used = len(steps), 0
     gains = np.zeros(tokens, dtype=np.int64)
     state, other, position = read_state(words, 0), read_state(words, 2), STATE_WORDS
     for n in range(tokens):
@@ -179,7 +183,7 @@ def decode(words, tokens, scales, offsets, gain_base, gain_class, origins, bound
             position += 1
         state, other = other, state
     for n in range(tokens):
-        step, level = 2.0 ** (offsets[n] / UNITS), gains[n] - offsets[n]
+        step, level = 2.0 ** (steps[n] / UNITS), gains[n] - steps[n]
         count = num_coded(scales, level)
         used = max(used, count)
         for c in range(count):
@@ -190,4 +194,4 @@ def decode(words, tokens, scales, offsets, gain_base, gain_class, origins, bound
                 state = state << WORD | np.uint64(words[position])
                 position += 1
             state, other = other, state
-    return out, used
+    return used

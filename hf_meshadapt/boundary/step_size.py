@@ -11,6 +11,9 @@ import numpy as np
 from .rans import compiled
 from .symbol_model import CLASS_UNITS, LARGEST, SMALLEST, UNITS, symbol_model
 
+# numba compiles anew where this file's text has changed, not where what it imports has: an old cache would code by old
+# constants. A test compares.
+COMPILED_FOR = (64, 16, -9, 28, 16, 8, 0.4)  # symbol_model.CONSTANTS
 FINEST = 64 * UNITS  # steps lie within 2**-64 .. 2**64
 
 
@@ -35,6 +38,13 @@ def expected_total(expected, levels, step: int) -> float:
 
 
 @compiled
+def unit_bits(expected, levels, step: int) -> float:
+    """By how many bits the code is expected to grow where the step is one unit smaller; a mean over a class."""
+    finer = expected_total(expected, levels, step - CLASS_UNITS)
+    return (finer - expected_total(expected, levels, step)) / CLASS_UNITS
+
+
+@compiled
 def smallest_step(expected, levels, budget: float, low: int) -> int:
     """Smallest step, from `low` on, whose expected bits are within the budget."""
     high = FINEST
@@ -45,12 +55,6 @@ def smallest_step(expected, levels, budget: float, low: int) -> int:
         else:
             low = middle + 1
     return low
-
-
-def units_within(bits: float, num_symbols: int) -> int:
-    """By how much the step may change, one at least, so that the code changes by no more than so many bits: a unit is
-    worth 1/64 bit a symbol at most."""
-    return max(1, int(bits * UNITS / num_symbols))
 
 
 def class_of_spread(symbols: np.ndarray) -> int:

@@ -18,14 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# These are compiled into `rans.py` and `step_size.py`: change `COMPILED_FOR` there too.
 UNITS = 64  # of an octave of scale
 CLASS_UNITS = 16  # one class
 SMALLEST, LARGEST = -9, 28  # classes: ratios of 0.21 (below it, all is taken for zero) to 128
 NUM_CLASSES = LARGEST - SMALLEST + 1
 PRECISION = 16  # bits of a probability
-BUCKET_BITS = 9  # a table of where to look for a symbol has an entry for every so many of them
+BUCKET_BITS = 8  # a table of where to look for a symbol has an entry for every so many of them
 ROUNDING = 0.4
 TAIL = 0.1  # share of a Laplacian in the model: real tails are heavier than a Gaussian's
+CONSTANTS = (UNITS, CLASS_UNITS, SMALLEST, LARGEST, PRECISION, BUCKET_BITS, ROUNDING)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_meshadapt.boundary import rans
+from hf_meshadapt.boundary import rans, step_size
 from hf_meshadapt.boundary.entropy_coder import HEADER, EntropySequenceCoder
 from hf_meshadapt.boundary.fitting import BoundaryFit
 from hf_meshadapt.boundary.sensitivity import TokenSensitivity
 from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN, SequenceCoder
 from hf_meshadapt.boundary.symbol_model import (
     CLASS_UNITS,
+    CONSTANTS,
     NUM_CLASSES,
     PRECISION,
     ROUNDING,
@@ -61,6 +62,10 @@ def test_at_fine_steps_a_symbol_takes_little_more_than_a_gaussians_entropy():
     assert MODEL.entropies[k] == pytest.approx(math.log2(64 * math.sqrt(2 * math.pi * math.e)), abs=0.1)
 
 
+def test_compiled_code_is_of_these_constants():
+    assert rans.COMPILED_FOR == step_size.COMPILED_FOR == CONSTANTS
+
+
 @pytest.mark.parametrize("k", (0, NUM_CLASSES // 2, NUM_CLASSES - 1))
 def test_every_slot_leads_to_its_symbol(k):
     slots = np.arange(1 << PRECISION)
@@ -92,17 +97,29 @@ def streams(seed: int, tokens: int, components: int, step: int):
 
 
 GAIN_CLASS = 2 * UNITS // CLASS_UNITS - SMALLEST
-TABLES = (MODEL.origins, MODEL.reach, MODEL.starts, MODEL.widths)
+
+
+def encode(y, scales, gains, steps, symbols, num_words: int, python: bool = False) -> tuple[int, np.ndarray, float]:
+    """First word in use, the words, and what was counted for the components; by the compiled functions, or in Python."""
+    quantise_tokens, coder = rans.quantise_tokens, rans.encode
+    if python:
+        quantise_tokens, coder = quantise_tokens.py_func, coder.py_func
+    entries = np.empty(len(y) + y.size, dtype=np.int32)
+    entries[: len(y)] = MODEL.origins[GAIN_CLASS] + symbols
+    tables = (MODEL.origins, MODEL.reach, MODEL.bits)
+    count, bits = quantise_tokens(y, scales, gains, steps, *tables, entries[len(y) :])
+    words = np.zeros(num_words, dtype=np.uint32)
+    return coder(entries[: len(y) + count], MODEL.starts, MODEL.widths, words), words, bits
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 20), st.integers(-500, 700))
 def test_what_goes_in_comes_out_and_takes_what_was_counted(seed, tokens, components, step):
     y, scales, gains, steps, symbols = streams(seed, tokens, components, step)
-    words = np.zeros(1000, dtype=np.uint32)
-    first = rans.encode(y, scales, gains, steps, symbols, GAIN_CLASS, *TABLES, words)
-    decoding = (MODEL.origins, MODEL.bounds, MODEL.starts, MODEL.widths, MODEL.values)
-    out, used = rans.decode(words[first:], tokens, scales, steps, 2, GAIN_CLASS, *decoding)
+    first, words, counted = encode(y, scales, gains, steps, symbols, 1000)
+    out = np.zeros(y.shape, dtype=np.float32)
+    decoding = (MODEL.origins, MODEL.bounds, MODEL.starts, MODEL.widths, MODEL.values, out)
+    used = rans.decode(words[first:], scales, steps, 2, GAIN_CLASS, *decoding)
     assert not out[:, used:].any() and (used == 0 or scales[used - 1] + (gains - steps).max() >= -9.5 * CLASS_UNITS)
     for n in range(tokens):
         for c in range(components):
@@ -114,22 +131,22 @@ def test_what_goes_in_comes_out_and_takes_what_was_counted(seed, tokens, compone
                 expected = math.copysign(MODEL.values[MODEL.origins[k] + symbol] * size, y[n, c])
             assert out[n, c] == pytest.approx(expected, rel=1e-6)
     bits = rans.count_bits(y, scales, gains, steps, MODEL.origins, MODEL.reach, MODEL.bits)
+    assert bits == counted
     bits += MODEL.bits[MODEL.origins[GAIN_CLASS] + symbols].sum()
     assert bits <= 32 * (len(words) - first) <= bits + 32 * rans.STATE_WORDS + 2
 
 
 def test_compiled_code_does_what_the_python_code_does():
     y, scales, gains, steps, symbols = streams(1, 5, 7, 0)
-    words, plain = np.zeros(200, dtype=np.uint32), np.zeros(200, dtype=np.uint32)
-    first = rans.encode(y, scales, gains, steps, symbols, GAIN_CLASS, *TABLES, words)
-    assert first == rans.encode.py_func(y, scales, gains, steps, symbols, GAIN_CLASS, *TABLES, plain)
-    assert (words == plain).all()
+    (first, words, bits), (other, plain, counted) = (
+        encode(y, scales, gains, steps, symbols, 200, python) for python in (False, True)
+    )
+    assert first == other and bits == counted and (words == plain).all()
 
 
 def test_too_few_words_are_told():
     y, scales, gains, steps, symbols = streams(1, 5, 7, -100)
-    words = np.zeros(rans.STATE_WORDS, dtype=np.uint32)
-    assert rans.encode(y, scales, gains, steps, symbols, GAIN_CLASS, *TABLES, words) == -1
+    assert encode(y, scales, gains, steps, symbols, rans.STATE_WORDS)[0] == -1
 
 
 # Sequences -----------------------------------------------------------------------------------------------------------
