@@ -49,7 +49,7 @@ CONFIGURATIONS: dict[str, dict] = {
     "quantize_4bit": {"boundary_codec": "quantize", "boundary_bits": 4, "exact_first_token": True},
     "quantize_3bit": {"boundary_codec": "quantize", "boundary_bits": 3, "exact_first_token": True},
     "quantize_8bit": {"boundary_codec": "quantize", "boundary_bits": 8, "exact_first_token": True},
-    "aq_sgd": {"boundary_codec": "aq_sgd", "exact_first_token": True},
+    "aq_sgd": {"boundary_codec": "aq_sgd"},
     "topk_5_feedback": {"boundary_codec": "topk", "exact_first_token": True, "boundary_error_feedback": True},
     "mask90_mean": {
         "preset": "paper", "anchor": False, "mask_ratio": 0.9, "exact_first_token": True, "boundary_predictor": "mean",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import boundary_quality, quality_anchor
 from benchmarks.quality_table import PAGES, with_table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -65,6 +66,11 @@ def test_boundary_quality_means_follow_from_the_runs():
         if gaps:
             assert row["gap_closed_mean"] == pytest.approx(sum(gaps) / len(gaps))
         assert row["bytes_per_token"]["pipeline"] == row["runs"][0]["planned_bytes_per_token"]["pipeline"]
+
+
+def test_the_studies_configurations_are_arguments(make_arguments):
+    for configuration in (*boundary_quality.CONFIGURATIONS.values(), *quality_anchor.CONFIGURATIONS.values()):
+        make_arguments(pipeline_stages=4, **configuration)
 
 
 def test_quality_anchor_means_follow_from_the_runs():
