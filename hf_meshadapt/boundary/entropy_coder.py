@@ -209,7 +209,7 @@ class EntropySequenceCoder:
         symbols = np.clip(gains - base, -model.reach[gain_class], model.reach[gain_class])
         gain_bits = model.bits[model.origins[gain_class] + symbols].sum()
         budget = 32.0 * (num_words(out) - rans.STATE_WORDS // 2) - gain_bits
-        if budget < 0:
+        if budget < 0 or num_words(out) < rans.STATE_WORDS:
             return None
         gains = (base + symbols) * CLASS_UNITS
         # Never one that leaves the tables' range.
