@@ -39,17 +39,24 @@ def spread_over(num_steps: int, link: LinkBytes) -> LinkBytes:
     return replace(link, bytes=link.bytes / num_steps, messages=link.messages / num_steps)
 
 
-def all_reduce_links(axis: str, ranks: list[int], size_bytes: int) -> Iterator[LinkBytes]:
-    """Gloo's ring all-reduce of `size_bytes`: each of n ranks sends 2(n-1)/n of it to the rank before it."""
+def all_reduce_links(axis: str, ranks: list[int], size_bytes: int, value_bytes: int = 4) -> Iterator[LinkBytes]:
+    """Gloo's ring all-reduce of `size_bytes`: each of n ranks sends 2(n-1)/n of it to the rank before it.
+
+    Args:
+        value_bytes: of one value, of which a segment holds whole ones: a few values fill fewer segments.
+    """
     num_ranks = len(ranks)
     if num_ranks < 2 or size_bytes == 0:
         return
     total_bytes = 2 * (num_ranks - 1) * size_bytes
-    segments_per_block = max(2, -(-size_bytes // (num_ranks * GLOO_SEGMENT_BYTES)))
+    num_segments = num_ranks * max(2, -(-size_bytes // (num_ranks * GLOO_SEGMENT_BYTES)))
+    num_values = -(-size_bytes // value_bytes)
+    num_filled = -(-num_values // -(-num_values // num_segments))
     for index, rank in enumerate(ranks):
         # A total that does not divide leaves some ranks one byte more, so that the rows sum to it exactly.
         share_bytes = total_bytes // num_ranks + (index < total_bytes % num_ranks)
-        yield LinkBytes(axis, rank, ranks[index - 1], share_bytes, 2 * (num_ranks - 1) * segments_per_block)
+        messages = 2 * (num_ranks - 1) * num_filled / num_ranks
+        yield LinkBytes(axis, rank, ranks[index - 1], share_bytes, messages)
 
 
 def all_gather_links(axis: str, ranks: list[int], size_bytes: int) -> Iterator[LinkBytes]:

@@ -276,9 +276,9 @@ def _control(mesh: MeshConfig, sync: DataParallelConfig, anchored: bool) -> Iter
         yield from all_gather_links("control", _pipeline_ranks(mesh, replica), norm_bytes)
     for stage in range(mesh.stages):
         ranks = _data_parallel_ranks(mesh, stage)
-        yield from all_reduce_links("control", ranks, count_bytes)
+        yield from all_reduce_links("control", ranks, count_bytes, FIGURE_BYTES)
         if sync.steps_apart:  # whose norms differ, and are averaged for the logs
-            yield from all_reduce_links("control", ranks, MEAN_NORM_BYTES)
+            yield from all_reduce_links("control", ranks, MEAN_NORM_BYTES, FIGURE_BYTES)
     if sync.check_every:
         pipelines = [_pipeline_ranks(mesh, replica) for replica in range(mesh.replicas)]
         replicas = [_data_parallel_ranks(mesh, stage) for stage in range(mesh.stages)]

@@ -1,6 +1,7 @@
 """Socket bytes of known transfers between forked gloo ranks, and of the planner's formulas."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from hf_meshadapt.planner import (
     all_reduce_links,
     byte_plan,
 )
+from tests.equality import mesh_trainer, tiny_model
 from tests.launch import run_ranks
+from tests.runs import DENSE, fork
 
 SENDER_HEADERS, RECEIVER_HEADERS = 96, 48  # bytes per message; their sum is GLOO_MESSAGE_BYTES
 
@@ -79,6 +82,7 @@ def test_known_sends_land_on_their_axis_and_peer(tmp_path, world_size):
 
 
 ALL_REDUCE_BYTES = (400_000, 20_000_000)
+FEW_VALUES = (1, 2, 3, 5, 10, 31)  # float64, as the figures on the axis `control` are
 
 
 def collectives(rank: int) -> dict:
@@ -98,7 +102,14 @@ def collectives(rank: int) -> dict:
         tensor = torch.zeros(size_bytes // 4)
         counts[size_bytes] = spent(meter, "data_parallel", lambda tensor=tensor: dist.all_reduce(tensor, group=group))
     counts["gather"] = spent(meter, "data_parallel", gather)
+    for num_values in FEW_VALUES:
+        few = torch.zeros(num_values, dtype=torch.float64)
+        counts[num_values] = spent(meter, "data_parallel", lambda few=few: dist.all_reduce(few, group=group))
     return counts
+
+
+def framed(links: list[LinkBytes]) -> float:
+    return sum(link.bytes + link.messages * GLOO_MESSAGE_BYTES for link in links)
 
 
 def check_links(links: list[LinkBytes], counts: list[dict[int, int]]) -> None:
@@ -108,8 +119,7 @@ def check_links(links: list[LinkBytes], counts: list[dict[int, int]]) -> None:
         # A ring's only other traffic on this connection: headers in answer to the peer's messages, at two ranks.
         counted -= link.messages * RECEIVER_HEADERS if len(links) == 2 else 0
         assert counted == pytest.approx(link.bytes, rel=0.03), link
-    framed_bytes = sum(link.bytes + link.messages * GLOO_MESSAGE_BYTES for link in links)
-    assert sum(sum(peers.values()) for peers in counts) == pytest.approx(framed_bytes, rel=1e-3)
+    assert sum(sum(peers.values()) for peers in counts) == pytest.approx(framed(links), rel=1e-3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -120,6 +130,9 @@ def test_collectives_send_what_the_planner_says(tmp_path, world_size):
         links = list(all_reduce_links("data_parallel", ranks, size_bytes))
         check_links(links, [count[size_bytes] for count in counts])
     check_links(list(all_gather_links("control", ranks, 4000)), [count["gather"] for count in counts])
+    for num_values in FEW_VALUES:
+        links = list(all_reduce_links("control", ranks, 8 * num_values, 8))
+        assert sum(sum(count[num_values].values()) for count in counts) == pytest.approx(framed(links))
 
 
 PACKED_PLAN = byte_plan(
@@ -216,3 +229,27 @@ def test_mesh_groups_tell_the_meter_their_axes_and_logs_add_up_over_ranks(tmp_pa
     by_axis = sum(value for key, value in logs.items() if key.startswith("bytes_per_token_"))
     assert logs["bytes_per_token"] == pytest.approx(by_axis)
     assert 0.0 < logs["wait_share"] <= 1.0
+
+
+STEPS_PER_LOG = 5
+# Stages agree on norms, replicas on token counts; replicas that step apart on the mean norm too.
+SYNCS = {"allreduce": {}, "streaming_diloco": {"dp_sync": "streaming_diloco", "sync_every": 4}}
+
+
+def train_for_control(rank: int, folder: Path, sync: str) -> tuple[list[float], float]:
+    """Bytes per step on the axis `control`, of each log, and as planned with all headers."""
+    settings = DENSE | dict(max_steps=3 * STEPS_PER_LOG, logging_steps=STEPS_PER_LOG, gradient_accumulation_steps=1)
+    settings |= dict(pipeline_stages=2, data_parallel_replicas=2, num_rows=100, **SYNCS[sync])
+    trainer = mesh_trainer(tiny_model("llama"), 2, str(folder), **settings)
+    trainer.train()
+    plan = trainer.engine.plan(2, 16, 1)
+    logs = trainer.state.log_history
+    per_step = [log["bytes_per_token_control"] * plan.tokens for log in logs if "bytes_per_token_control" in log]
+    return per_step, plan.axis_bytes("control") + plan.framing_bytes("control")
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_control_takes_what_is_planned_in_every_step(tmp_path, sync):
+    (start, *later), planned = fork(train_for_control, 4, folder=tmp_path, sync=sync)[0]
+    assert later == pytest.approx([planned] * len(later))
+    assert start < 2 * planned  # the first steps agree on a little more
