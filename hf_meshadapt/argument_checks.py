@@ -32,7 +32,7 @@ UNSUPPORTED = {
     "eval_use_gather_object": "what metrics need travels as tensors. Unset it",
     "parallelism_config": "cannot be combined with a pipeline mesh. Unset it",
     "enable_jit_checkpoint": "ranks could be stopped at different steps. Set save_steps instead",
-    "ddp_find_unused_parameters": "a stage registers only parameters that it uses. Unset it",
+    "ddp_find_unused_parameters": "what a pass does not use is averaged as a gradient of zeros. Unset it",
     "ddp_bucket_cap_mb": "the mesh lays out the gradients' buckets itself. Unset it",
     "ddp_broadcast_buffers": "replicas agree on their buffers already. Unset it",
     "ddp_static_graph": "the mesh wraps the stages itself. Unset it",

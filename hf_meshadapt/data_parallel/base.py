@@ -107,9 +107,9 @@ class AllReduce(GradientSynchronizer):
     """The dense average that DistributedDataParallel makes."""
 
     def average(self, chunk: int, gradients: list[Gradients]) -> Gradients:
-        """Divided by the number of replicas, then summed in replica order, as DDP does; None where none has one."""
+        """Divided by the number of replicas, then summed in replica order, as DDP does; zeros where none has one."""
         averages: Gradients = {}
-        for name in self.chunks[chunk].parameters:
+        for name, parameter in self.chunks[chunk].parameters.items():
             parts = [mine[name] / len(gradients) for mine in gradients if mine[name] is not None]
-            averages[name] = torch.stack(parts).sum(0) if parts else None
+            averages[name] = torch.stack(parts).sum(0) if parts else torch.zeros_like(parameter)
         return averages

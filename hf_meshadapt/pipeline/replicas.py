@@ -5,11 +5,44 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .torch_internals import fix_buckets
+
+
+class _Reach(torch.autograd.Function):
+    """The first of its inputs, with an edge of the graph to each of the others, over which no gradient comes."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.num_parameters = len(parameters)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * ctx.num_parameters
+
+
+def reach_parameters(stage: nn.Module) -> None:
+    """Lets every backward pass reach all trainable parameters of a chunk, those too that its forward did not use.
+
+    DDP waits until a pass has reached all of them: a replica whose data leaves one out, an expert without tokens say,
+    would let the others wait to their deadline. It is averaged as a gradient of zeros. `find_unused_parameters` would do
+    for one more message a step.
+    """
+    trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+
+    def hook(module: nn.Module, inputs, output):
+        if not torch.is_grad_enabled():
+            return output
+        first, *others = (output,) if isinstance(output, Tensor) else output
+        reached = _Reach.apply(first, *trainable)
+        return reached if isinstance(output, Tensor) else (reached, *others)
+
+    stage.register_forward_hook(hook)
 
 
 def wrap_data_parallel(stage: nn.Module, group: dist.ProcessGroup | None, hook: Callable | None = None) -> nn.Module:
@@ -20,6 +53,7 @@ def wrap_data_parallel(stage: nn.Module, group: dist.ProcessGroup | None, hook: 
     """
     if group is None or dist.get_world_size(group) == 1 or not any(p.requires_grad for p in stage.parameters()):
         return stage
+    reach_parameters(stage)
     # Replicas start from the same checkpoint, and boundaries' buffers are agreed on elsewhere: nothing to broadcast.
     with warnings.catch_warnings():
         # The suggested successor would still broadcast buffers once.
