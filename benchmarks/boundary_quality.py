@@ -2,7 +2,8 @@
 
 Paired runs: every configuration starts from the same weights and reads the same problems in the same order; seeds
 differ in the order of the data. Evaluation is uncoded. Rows already in the results file are kept, so that the study
-can be run in pieces: `python -m benchmarks.boundary_quality --stage headline --minutes 60`.
+can be run in pieces: `python -m benchmarks.boundary_quality --stage headline --minutes 60`. `--merge` adds the runs of
+other results files, such as two copies of the repository write that run beside each other.
 
 Corpora: `gsm8k`, answers to problems; `gsm8k_twice`, 80 of the problems in two epochs, for codecs that remember samples;
 `kjv`, sequences of 64 tokens from the Bible (Debian's `bible-kjv`, whose program `bible` prints it).
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 from statistics import mean, stdev
 
-from .common import RESULTS, write_result
+from .common import RESULTS, read_runs, without_repeats, write_result
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
@@ -235,19 +236,37 @@ def spread(values: list[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
+KEYS = ("configuration", "stages", "learning_rate", "seed", "corpus")
+
+
+def key_of(run: dict) -> tuple:
+    return tuple(run[key] for key in KEYS)
+
+
+def write(runs: list[dict]) -> None:
+    """Writes the results, runs in a fixed order, with the command that makes all of them."""
+    order = {name: index for index, name in enumerate(CONFIGURATIONS)}
+    runs = sorted(
+        runs, key=lambda r: (r["corpus"], r["learning_rate"], r["stages"], order[r["configuration"]], r["seed"])
+    )
+    seeds, keys = sorted({run["seed"] for run in runs}), set(map(key_of, runs))
+    parts = [part for part, rows in STUDY.items() if keys & set(rows)]
+    write_result(NAME, summarise(runs), seeds, command=f"python -m benchmarks.{NAME} --stage {' '.join(parts)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", nargs="+", choices=list(STUDY), default=["headline"])
     parser.add_argument("--pipeline_stages", type=int, help="only the runs of so many stages")
     parser.add_argument("--seeds", type=int, nargs="+", help="only the runs of these seeds")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no further run after so long")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="results files to add; nothing is run")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    path = RESULTS / f"{NAME}.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    runs = [run for row in rows for run in row["runs"]]
-    keys = ("configuration", "stages", "learning_rate", "seed", "corpus")
-    done = {tuple(run[key] for key in keys) for run in runs if run["steps"] == STEPS}
+    runs = without_repeats(read_runs([RESULTS / f"{NAME}.json", *options.merge]), key_of)
+    if options.merge:
+        return write(runs)
+    done = {key_of(run) for run in runs if run["steps"] == STEPS}
     before = {run["corpus"]: run["loss_before"] for run in runs}
     data, deadline = {}, time.monotonic() + 60 * options.minutes
     for row in (row for stage in options.stage for row in STUDY[stage]):
@@ -259,8 +278,8 @@ def main() -> None:
             data[corpus] = load_data(corpus)
         runs.append(run(name, stages, learning_rate, seed, corpus, data[corpus], before.get(corpus)))
         before[corpus] = runs[-1]["loss_before"]
-        print(json.dumps({key: runs[-1][key] for key in (*keys, "loss", "seconds")}), flush=True)
-        write_result(NAME, summarise(runs), seeds=sorted({run["seed"] for run in runs}))
+        print(json.dumps({key: runs[-1][key] for key in (*KEYS, "loss", "seconds")}), flush=True)
+        write(runs)
 
 
 if __name__ == "__main__":

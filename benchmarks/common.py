@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -36,6 +37,21 @@ def write_result(name: str, rows: list[dict], seeds: list[int], command: str | N
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def read_runs(paths: list[Path]) -> list[dict]:
+    """Raw rows of results files whose rows have `runs`; a file that is not there has none."""
+    return [
+        run for path in paths if path.exists() for row in json.loads(path.read_text())["rows"] for run in row["runs"]
+    ]
+
+
+def without_repeats(runs: list[dict], key: Callable[[dict], tuple]) -> list[dict]:
+    """The first run of every key."""
+    first: dict[tuple, dict] = {}
+    for run in runs:
+        first.setdefault(key(run), run)
+    return list(first.values())
 
 
 def own_command() -> str:

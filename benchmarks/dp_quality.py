@@ -1,7 +1,8 @@
 """Held-out loss of SmolLM2-135M on GSM8K after 200 steps of two replicas, by what keeps the replicas one model.
 
 Emulated mesh of one stage, so that nothing but the data-parallel axis differs. Paired runs: equal start, order of the
-data, steps and tokens. Rows already in the results file are kept: `python -m benchmarks.dp_quality --minutes 30`.
+data, steps and tokens. Rows already in the results file are kept: `python -m benchmarks.dp_quality --minutes 30`; `--merge`
+adds those of other results files.
 Target: within 1% of the dense all-reduce.
 """
 
@@ -12,10 +13,11 @@ import json
 import os
 import tempfile
 import time
+from pathlib import Path
 from statistics import mean, stdev
 
 from .boundary_quality import load_data, make_trainer
-from .common import RESULTS, print_table, write_result
+from .common import RESULTS, print_table, read_runs, without_repeats, write_result
 
 NAME, STEPS, MAX_LENGTH = "dp_quality", 200, 160
 SEEDS = (0, 1, 2)
@@ -70,24 +72,35 @@ def summarise(runs: list[dict]) -> list[dict]:
     return rows
 
 
+def key_of(run: dict) -> tuple:
+    return run["dp_sync"], run["seed"]
+
+
+def write(runs: list[dict]) -> None:
+    seeds = sorted({run["seed"] for run in runs})
+    write_result(NAME, summarise(sorted(runs, key=key_of)), seeds, command=f"python -m benchmarks.{NAME}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="results files to add; nothing is run")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no further run after so long")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    path = RESULTS / f"{NAME}.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    runs = [run for row in rows for run in row["runs"]]
-    done = {(run["dp_sync"], run["seed"]) for run in runs}
+    runs = without_repeats(read_runs([RESULTS / f"{NAME}.json", *options.merge]), key_of)
+    if options.merge:
+        return write(runs)
+    done = set(map(key_of, runs))
     tokenizer, train, held_out = load_data("gsm8k")
     data = (tokenizer, train.filter(lambda row: len(row["input_ids"]) <= MAX_LENGTH), held_out)
     deadline = time.monotonic() + 60 * options.minutes
-    for seed in SEEDS:
+    for seed in options.seeds:
         for sync in SYNCS:
             if (sync, seed) not in done and time.monotonic() < deadline:
                 runs.append(run(sync, seed, data))
                 print(json.dumps({key: runs[-1][key] for key in ("dp_sync", "seed", "loss", "seconds")}), flush=True)
-                write_result(NAME, summarise(runs), seeds=sorted({run["seed"] for run in runs}))
+                write(runs)
     print_table(summarise(runs), ["dp_sync", "seeds", "loss_mean", "ratio_to_dense", "ratio_se"])
 
 

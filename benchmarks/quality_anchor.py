@@ -8,7 +8,8 @@ Runs without an anchor that `benchmarks.boundary_quality` has made are taken ove
 
 Every configuration trains at the learning rate of its family, the best one on one seed; run the part `learning_rate`
 first, else it is 1e-4. Rows already in the results file are kept, so that the study can be run in pieces:
-`python -m benchmarks.quality_anchor --part learning_rate headline --minutes 100`.
+`python -m benchmarks.quality_anchor --part learning_rate headline --minutes 100`. `--merge` adds the runs of other results
+files.
 
 Gap closed is (loss before - loss) / (loss before - dense loss), against the dense run of the same seed at its best rate.
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 from statistics import mean
 
 from . import boundary_quality as boundaries
-from .common import RESULTS, write_result
+from .common import RESULTS, read_runs, without_repeats, write_result
 
 NAME, MODEL = "quality_anchor", boundaries.MODEL
 EVERY = 10
@@ -168,10 +169,24 @@ def key_of(run: dict) -> Row:
     return tuple(run[name] for name in ("configuration", "stages", "learning_rate", "seed", "corpus"))
 
 
+def write(name: str, runs: list[dict]) -> None:
+    """Writes the results, runs in a fixed order, with the command that makes all of them."""
+    order = {configuration: index for index, configuration in enumerate(CONFIGURATIONS)}
+    runs = sorted(
+        runs, key=lambda r: (r["corpus"], r["stages"], order[r["configuration"]], r["learning_rate"], r["seed"])
+    )
+    made = {run.get("part") for run in runs}  # those taken over have none
+    parts = [part for part in STUDY if part in made]
+    seeds = sorted({run["seed"] for run in runs})
+    write_result(name, summarise(runs), seeds, command=f"python -m benchmarks.{NAME} --part {' '.join(parts)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", nargs="+", choices=list(STUDY), default=["headline"])
     parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), help="only these configurations")
+    parser.add_argument("--seeds", type=int, nargs="+", help="only the runs of these seeds")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="results files to add; nothing is run")
     parser.add_argument("--minutes", type=float, default=100.0, help="start no further run after so long")
     parser.add_argument("--steps", type=int, default=boundaries.STEPS, help="optimizer steps of a run")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of another model")
@@ -179,25 +194,28 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     boundaries.MODEL = options.model
-    path = RESULTS / f"{options.name}.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    runs = [run for row in rows for run in row["runs"] if run["steps"] == options.steps]
-    if options.model == MODEL:
-        runs += [run for run in shared_runs(options.steps) if key_of(run) not in map(key_of, runs)]
+    runs = read_runs([RESULTS / f"{options.name}.json", *options.merge])
+    runs = [run for run in runs if run["steps"] == options.steps]
+    runs = without_repeats(runs + (shared_runs(options.steps) if options.model == MODEL else []), key_of)
+    if options.merge:
+        return write(options.name, runs)
     before = {run["corpus"]: run["loss_before"] for run in runs}
     data, deadline = {}, time.monotonic() + 60 * options.minutes
-    for name, stages, rate, seed, corpus in (row for part in options.part for row in STUDY[part]):
+    rows = [(part, *row) for part in options.part for row in STUDY[part]]
+    for part, name, stages, rate, seed, corpus in rows:
         rate = best_rate(runs, name) if rate is None else rate
         wanted = options.only is None or name in options.only
+        wanted = wanted and (options.seeds is None or seed in options.seeds)
         if not wanted or (name, stages, rate, seed, corpus) in map(key_of, runs) or time.monotonic() > deadline:
             continue
         if corpus not in data:
             data[corpus] = boundaries.load_data(corpus)
-        runs.append(run(name, stages, rate, seed, corpus, data[corpus], before.get(corpus), options.steps))
+        made = run(name, stages, rate, seed, corpus, data[corpus], before.get(corpus), options.steps)
+        runs.append(made | {"part": part})
         before[corpus] = runs[-1]["loss_before"]
         shown = ("configuration", "stages", "learning_rate", "seed", "corpus", "loss", "seconds")
         print(json.dumps({key: runs[-1][key] for key in shown}), flush=True)
-        write_result(options.name, summarise(runs), seeds=sorted({run["seed"] for run in runs}))
+        write(options.name, runs)
 
 
 if __name__ == "__main__":
