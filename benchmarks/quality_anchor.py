@@ -67,7 +67,7 @@ CONFIGURATIONS: dict[str, dict] = {
 }
 HEADLINE = (
     "dense", "mask95_zero", "mask95_mean", "mask95_mean_diagonal", "mask95_mean_blend", "anchor_only", "transform",
-    "transform_diagonal", "paper",
+    "transform_diagonal", "transform_diagonal_calibrated", "paper",
 )  # fmt: skip
 BEST = ("dense", "mask95_mean_diagonal", "mask95_mean_blend", "anchor_only", "transform_diagonal")
 REST = [name for name in CONFIGURATIONS if name not in HEADLINE]
