@@ -39,6 +39,12 @@ def write_result(name: str, rows: list[dict], seeds: list[int], command: str | N
     return path
 
 
+def read_rows(name: str) -> list[dict]:
+    """Rows of a benchmark's results, [] where there are none yet."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
 def read_runs(paths: list[Path]) -> list[dict]:
     """Raw rows of results files whose rows have `runs`; a file that is not there has none."""
     return [

@@ -19,9 +19,19 @@ from transformers import PrinterCallback, TrainerCallback
 from .anchoring.passes import AnchorPasses
 from .arguments import MeshAdaptArguments
 from .batches import checked, tensors_of
-from .diagnostics import cosine, effective_rank, energy_in_subspace, energy_in_top, quartiles, singular_values
+from .diagnostics import (
+    cosine,
+    effective_rank,
+    energy_in_subspace,
+    energy_in_top,
+    energy_kept,
+    quartiles,
+    singular_values,
+)
 from .spectral.compressor import GradientCompressor
 from .spectral.config import SpectralConfig, kind_of
+from .spectral.correction import correct_
+from .spectral.factors import Factors
 from .spectral.priors import Priors
 from .trainer import MeshAdaptTrainer
 
@@ -92,8 +102,10 @@ def diagnose(model: nn.Module, dataset, collator, options: DiagnosisOptions | No
 
     Returns:
         `matrices`: by measure, quartiles over the matrices of the newest anchor gradient; `staleness`: cosine of anchor
-        gradients by how many steps lie between them; `boundaries`: by kind, `share_in_prior` (quartiles over
-        matrices), `cosine_to_uncoded`, `cosine_to_prior`.
+        gradients by how many steps lie between them; `boundaries`: by kind, quartiles over matrices of
+        `share_in_prior`, the energy in the prior's subspace, and `kept_by_filter`, what the default correction's
+        filter lets through, both also of the error (coded - uncoded; None where there is none); `cosine_to_uncoded`,
+        `cosine_to_prior`, and `corrected_cosine_to_uncoded` after the default correction.
     """
     options = options or DiagnosisOptions()
     whole = copy.deepcopy(model)  # a trainer cuts the model that it is given
@@ -163,25 +175,42 @@ def measure(
     ages = range(1, len(gradients))
     pairs = {age: [cosine(one, other) for one, other in zip(gradients, gradients[age:])] for age in ages}
     means = {name: priors.get(name) for name in gradients[-1]}
-    dense = {name: prior.dense() for name, prior in means.items()}
-    rank = options.prior_rank
     return {
         "num_matrices": len(newest),
         "matrices": {name: quartiles(values) for name, values in found.items()},
         "staleness": {age * options.anchor_every: sum(values) / len(values) for age, values in pairs.items()},
-        "boundaries": {
-            kind: {
-                "share_in_prior": quartiles(energy_in_subspace(g, means[name], rank) for name, g in gradient.items()),
-                "cosine_to_uncoded": cosine(gradient, coded["uncoded"]),
-                "cosine_to_prior": cosine(gradient, dense),
-            }
-            for kind, gradient in coded.items()
-        },
+        "boundaries": {kind: measure_boundary(g, coded["uncoded"], means, options) for kind, g in coded.items()},
+    }
+
+
+def measure_boundary(
+    gradient: Gradients, uncoded: Gradients, means: dict[str, Factors], options: DiagnosisOptions
+) -> dict:
+    """Of `measure`, one boundary's part."""
+    config, rank = SpectralConfig(matrix_rank=options.prior_rank), options.prior_rank
+    errors = {name: matrix - uncoded[name] for name, matrix in gradient.items()}
+    corrected = {name: matrix.clone() for name, matrix in gradient.items()}
+    for name, matrix in corrected.items():
+        correct_(matrix, means[name], config, 1.0)
+    parts = {"": gradient, "error_": errors if any(error.any() for error in errors.values()) else None}
+    shares = {}
+    for part, matrices in parts.items():
+        inside = matrices and quartiles(energy_in_subspace(m, means[name], rank) for name, m in matrices.items())
+        kept = matrices and quartiles(energy_kept(m, means[name], config) for name, m in matrices.items())
+        shares |= {f"{part}share_in_prior": inside, f"{part}kept_by_filter": kept}
+    return {
+        **shares,
+        "cosine_to_uncoded": cosine(gradient, uncoded),
+        "corrected_cosine_to_uncoded": cosine(corrected, uncoded),
+        "cosine_to_prior": cosine(gradient, {name: prior.dense() for name, prior in means.items()}),
     }
 
 
 def draw(figures: dict, path: Path) -> None:
-    """Writes the three measures as a PNG.
+    """Writes the measures as a PNG.
+
+    Args:
+        figures: of `diagnose`, and with `pruning`, by model what `pruned_losses` gives.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -190,8 +219,9 @@ def draw(figures: dict, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    pruning = figures.get("pruning")
+    figure = Figure(figsize=(15 if pruning else 11, 4), dpi=120, layout="constrained")
+    left, middle, right, *last = figure.subplots(1, 4 if pruning else 3)
     shares = {name: values for name, values in figures["matrices"].items() if name.startswith("energy")}
     shown = {kind: values["share_in_prior"] for kind, values in figures["boundaries"].items()}
     for axes, rows, title in (
@@ -203,4 +233,9 @@ def draw(figures: dict, path: Path) -> None:
         axes.set(title=title, xlabel="share (median, quartiles over matrices)", xlim=(0, 1))
     middle.plot(list(figures["staleness"]), list(figures["staleness"].values()), marker="o")
     middle.set(title="anchor gradients", xlabel="optimizer steps between", ylabel="cosine", ylim=(-1, 1))
+    for axes in last:
+        for name, losses in pruning.items():
+            axes.plot([float(share) for share in losses], list(losses.values()), marker="o", label=name)
+        axes.set(title="pruned", xlabel="share of the weights set to zero", ylabel="loss")
+        axes.legend()
     FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from .spectral.config import SpectralConfig
+from .spectral.correction import filter_weights, filtered
 from .spectral.factors import Factors
 
 
@@ -46,6 +48,19 @@ def energy_in_subspace(gradient: Tensor, prior: Factors, rank: int) -> float:
     found = int((prior.s[:rank] > 0).sum())
     u, v, g = prior.u[:, :found].float(), prior.v[:, :found].float(), gradient.detach().float()
     return float((u.T @ g @ v).double().square().sum() / g.double().square().sum())
+
+
+def energy_kept(gradient: Tensor, prior: Factors, config: SpectralConfig) -> float:
+    """|F(G)|^2 / |G|^2 of a filter F, its share of what it reads only: alpha left out.
+
+    Args:
+        gradient: G (m, n).
+        prior: of a matrix of that shape.
+        config: with one of the `FILTER_RULES`.
+    """
+    gradient, weights = gradient.detach().float(), filter_weights(prior.s, config.tau, config.tau_relative)
+    left, right = filtered(config.rule, gradient, prior, weights)
+    return float((left @ right).double().square().sum() / gradient.double().square().sum())
 
 
 def cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from .options import add_command
+
+PRUNING_BATCHES = 16
 
 
 def add_commands(commands) -> None:
@@ -25,6 +28,11 @@ def add_commands(commands) -> None:
     command.add_argument(
         "--from-scratch", action="store_true", help="begin with new weights instead of the model's own"
     )
+    command.add_argument(
+        "--pruning-twin",
+        metavar="DIR",
+        help="a model trained without coding: print how MODEL and it bear pruning, too",
+    )
     command.add_argument("--length", type=int, default=128, help="tokens per row at most (default: %(default)s)")
     command.add_argument("--rows", type=int, default=4, help="rows of a batch (default: %(default)s)")
     command.add_argument("--stages", type=int, default=2, help="pipeline stages (default: %(default)s)")
@@ -42,6 +50,7 @@ def run(args) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, set_seed
 
     from ..diagnosing import DiagnosisOptions, diagnose, draw
+    from ..pruning import pruned_losses
 
     options = DiagnosisOptions(
         stages=args.stages, rows=args.rows, num_anchors=args.anchors, anchor_every=args.anchor_every,
@@ -56,7 +65,13 @@ def run(args) -> int:
     else:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=8)
-    figures = diagnose(model, rows, collator, options)
+    pruning = {}
+    if args.pruning_twin is not None:
+        twin = AutoModelForCausalLM.from_pretrained(args.pruning_twin, dtype="float32")
+        batches = [collator(rows[start : start + args.rows]) for start in range(0, len(rows), args.rows)]
+        pruning = {n: pruned_losses(m, batches[:PRUNING_BATCHES]) for n, m in (("MODEL", model), ("twin", twin))}
+        del twin
+    figures = diagnose(model, rows, collator, options) | ({"pruning": pruning} if pruning else {})
     print(describe(figures))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -110,12 +125,36 @@ def describe(figures: dict) -> str:
     lines += [f"  {name:24}" + _three(values) for name, values in figures["matrices"].items()]
     lines += ["", "cosine of anchor gradients, by optimizer steps between them", ""]
     lines += [f"  {steps:<24}{value:8.3f}" for steps, value in figures["staleness"].items()]
-    head = "share of energy in prior's subspace", "cosine to uncoded", "to prior"
-    lines += ["", f"  {'boundary':24}{head[0]:>36}{head[1]:>20}{head[2]:>12}"]
-    for kind, row in figures["boundaries"].items():
-        cosines = f"{row['cosine_to_uncoded']:20.3f}{row['cosine_to_prior']:12.3f}"
-        lines.append(f"  {kind:24}{_three(row['share_in_prior']):>36}{cosines}")
-    return "\n".join(lines)
+    lines += ["", *_cosine_lines(figures["boundaries"]), "", *_energy_lines(figures["boundaries"])]
+    return "\n".join(lines + (["", *_pruning_lines(figures["pruning"])] if "pruning" in figures else []))
+
+
+def _cosine_lines(boundaries: dict) -> Iterator[str]:
+    columns = {
+        "cosine_to_uncoded": "cosine to uncoded",
+        "corrected_cosine_to_uncoded": "when corrected",
+        "cosine_to_prior": "cosine to prior",
+    }
+    yield f"  {'boundary':24}" + "".join(f"{head:>20}" for head in columns.values())
+    for kind, row in boundaries.items():
+        yield f"  {kind:24}" + "".join(f"{row[name]:20.3f}" for name in columns)
+
+
+def _energy_lines(boundaries: dict) -> Iterator[str]:
+    heads = ("share of energy in the prior's subspace", "and in what the filter keeps")
+    yield f"  {'':34}" + "".join(f"{head:>42}" for head in heads)
+    for kind, row in boundaries.items():
+        for part, what in (("", "gradient"), ("error_", "error")):
+            shares = row[f"{part}share_in_prior"], row[f"{part}kept_by_filter"]
+            if shares[0]:
+                yield f"  {f'{kind}, {what}':34}" + "".join(f"{_three(share):>42}" for share in shares)
+
+
+def _pruning_lines(losses: dict[str, dict[float, float]]) -> Iterator[str]:
+    yield "loss by the share of smallest weights that is set to zero"
+    yield f"  {'':24}" + "".join(f"{name:>12}" for name in losses)
+    for share in next(iter(losses.values())):
+        yield f"  {share:<24}" + "".join(f"{by_share[share]:12.3f}" for by_share in losses.values())
 
 
 def _three(values) -> str:

@@ -17,9 +17,12 @@ from hf_meshadapt.diagnostics import (
     effective_rank,
     energy_in_subspace,
     energy_in_top,
+    energy_kept,
     quartiles,
     singular_values,
 )
+from hf_meshadapt.pruning import pruned, pruned_losses
+from hf_meshadapt.spectral.config import SpectralConfig
 from hf_meshadapt.spectral.factors import Factors
 from tests.equality import Rows, collate_fixed, tiny_model
 from tests.spectral_oracle import gaussian, random_matrix, truncated
@@ -55,6 +58,16 @@ def test_energy_in_a_subspace_is_that_of_dense_projections(rank):
     assert energy_in_subspace(matrix, Factors(u, s, vh.T), 6) == pytest.approx(1, rel=1e-5)
 
 
+def test_a_filter_keeps_the_energy_of_what_it_lets_through():
+    gradient, matrix = gaussian(6, 9, seed=8), gaussian(6, 9, seed=9)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    passed = sum(
+        s[i] / (s[i] + 0.1 * s[0]) * (u[:, i] @ gradient @ vh[i]) * torch.outer(u[:, i], vh[i]) for i in range(len(s))
+    )
+    expected = float(passed.square().sum() / gradient.square().sum())
+    assert energy_kept(gradient, Factors(u, s, vh.T), SpectralConfig()) == pytest.approx(expected, rel=1e-4)
+
+
 def test_cosine_takes_all_parameters_for_one_vector():
     one = {"a": gaussian(3, 4, seed=4), "b": gaussian(5, seed=5)}
     other = {"a": gaussian(3, 4, seed=6), "b": gaussian(5, seed=7)}
@@ -87,8 +100,12 @@ def test_diagnose_of_a_tiny_model():
     assert boundaries["uncoded"]["cosine_to_uncoded"] == pytest.approx(1)
     # At full rank nothing of a square matrix lies outside.
     assert boundaries["uncoded"]["share_in_prior"][2] == pytest.approx(1, abs=1e-4)
-    coded = [row["cosine_to_uncoded"] for kind, row in boundaries.items() if kind != "uncoded"]
-    assert len(coded) == 3 and all(0 < value < 0.999 for value in coded)
+    assert boundaries["uncoded"]["error_share_in_prior"] is None is boundaries["uncoded"]["error_kept_by_filter"]
+    coded = [row for kind, row in boundaries.items() if kind != "uncoded"]
+    assert len(coded) == 3
+    for row in coded:
+        assert 0 < row["cosine_to_uncoded"] < 0.999 and 0 < row["corrected_cosine_to_uncoded"] < 0.999
+        assert 0 < row["error_kept_by_filter"][1] < row["error_share_in_prior"][1] <= 1.0001
 
 
 def test_without_coding_a_batch_has_the_gradient_of_the_uncut_model(tmp_path):
@@ -102,6 +119,21 @@ def test_without_coding_a_batch_has_the_gradient_of_the_uncut_model(tmp_path):
     gradients = coded_gradient(trainer, batch)
     for name, parameter in uncut.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_pruning_zeroes_the_smallest_weights_of_blocks_and_gives_them_back():
+    model = tiny_model("llama_tied", num_layers=2)
+    batches = [collate_fixed([Rows(8)[i] for i in range(4)])]
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    losses = pruned_losses(model, batches, (0.0, 0.5))
+    assert losses[0.0] == pytest.approx(model(**batches[0]).loss.item(), rel=1e-6) and losses[0.5] != losses[0.0]
+    with pruned(model, 0.3):
+        for name, now in model.state_dict().items():
+            is_matrix = ".layers." in name and now.dim() == 2
+            assert int((now == 0).sum()) == (int(0.3 * now.numel()) if is_matrix else int((start[name] == 0).sum()))
+            if is_matrix:
+                assert start[name][now == 0].abs().max() <= now[now != 0].abs().min()
+    assert all(torch.equal(now, start[name]) for name, now in model.state_dict().items())
 
 
 def test_wrong_options_are_refused():
@@ -143,11 +175,13 @@ def test_the_command_prints_and_draws(tmp_path, tokenizer, capsys):
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "data.txt").write_text("a b c d e f g h i j k l m n o p " * 12)
     words = ["diagnose", str(tmp_path / "model"), "--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "out")]
+    words += ["--pruning-twin", str(tmp_path / "model")]
     assert main([*words, "--length", "16", "--anchors", "2", "--anchor-every", "1", "--rows", "2"]) == 0
     text = capsys.readouterr().out
-    for part in ("14 matrices", "effective rank", "random mask, mean fill", "top-k"):
+    for part in ("14 matrices", "effective rank", "random mask, mean fill", "top-k, error", "set to zero"):
         assert part in text
     figures = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
     assert figures["staleness"].keys() == {"1"} and figures["num_matrices"] == 14
+    assert figures["pruning"]["MODEL"] == figures["pruning"]["twin"] and len(figures["pruning"]["twin"]) == 6
     assert (tmp_path / "out" / "diagnosis.png").read_bytes().startswith(b"\x89PNG")
     assert main([*words, "--stages", "1"]) == 2
