@@ -205,8 +205,13 @@ def figures(state: str, ranks: list[dict], baseline: np.ndarray, steps: int, anc
         "period_seconds_median": float(np.median(period)), "period_seconds_p99": float(np.percentile(period, 99)),
         "calls_seconds_median": float(np.median(calls)), "calls_seconds_p99": float(np.percentile(calls, 99)),
         "correction_seconds_median": float(np.median(correction)), "num_live_steps": ranks[0]["live_steps"],
-        "num_priors": ranks[0]["priors"],
+        "num_priors": ranks[0]["priors"], "period_microseconds": microseconds(period),
+        "calls_microseconds": microseconds(calls), "correction_microseconds": microseconds(correction),
     }  # fmt: skip
+
+
+def microseconds(seconds: np.ndarray) -> list[int]:
+    return np.round(1e6 * seconds).astype(int).tolist()
 
 
 def main() -> None:

@@ -3,12 +3,21 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import boundary_quality, quality_anchor
+from benchmarks.common import quartiles
 from benchmarks.quality_table import PAGES, with_table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def rows_of(name: str) -> list[dict]:
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        pytest.skip("the benchmark has not been run")
+    return json.loads(path.read_text())["rows"]
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
@@ -41,10 +50,7 @@ def test_support_is_what_its_page_says():
 
 
 def test_boundary_quality_means_follow_from_the_runs():
-    path = RESULTS / "boundary_quality.json"
-    if not path.exists():
-        pytest.skip("the study has not been run")
-    rows = json.loads(path.read_text())["rows"]
+    rows = rows_of("boundary_quality")
     dense = {
         (run["seed"], row["learning_rate"], row["corpus"]): run["loss"]
         for row in rows
@@ -74,11 +80,48 @@ def test_the_studies_configurations_are_arguments(make_arguments):
 
 
 def test_quality_anchor_means_follow_from_the_runs():
-    path = RESULTS / "quality_anchor.json"
-    if not path.exists():
-        pytest.skip("the study has not been run")
-    for row in json.loads(path.read_text())["rows"]:
+    for row in rows_of("quality_anchor"):
         losses = [run["loss"] for run in row["runs"]]
         assert row["loss_mean"] == pytest.approx(sum(losses) / len(losses))
         assert row["seeds"] == [run["seed"] for run in row["runs"]]
         assert (row["anchor_every"] is None) == (row["rule"] == "none") == ("anchor" not in row["bytes_per_token"])
+
+
+def test_dp_quality_ratios_follow_from_the_runs():
+    rows = {row["dp_sync"]: row for row in rows_of("dp_quality")}
+    dense = {run["seed"]: run["loss"] for run in rows["allreduce"]["runs"]}
+    for row in rows.values():
+        losses = [run["loss"] for run in row["runs"]]
+        ratios = [run["loss"] / dense[run["seed"]] for run in row["runs"]]
+        assert row["seeds"] == sorted(dense) and row["loss_mean"] == pytest.approx(np.mean(losses))
+        assert row["ratio_to_dense"] == pytest.approx(np.mean(ratios))
+        assert row["ratio_se"] == pytest.approx(np.std(ratios, ddof=1) / len(ratios) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    "name,ours,theirs,ratio",
+    [
+        ("boundary_cost", "coding_seconds", "stage_seconds", "ratio_to_stage"),
+        ("powersgd_vs_torch", "seconds", "torch_seconds", "time_ratio"),
+    ],
+)
+def test_ratios_of_times_are_of_medians(name, ours, theirs, ratio):
+    for row in rows_of(name):
+        assert row[ratio] == pytest.approx(quartiles(row[ours])[1] / quartiles(row[theirs])[1])
+
+
+def test_anchor_isolation_follows_from_the_steps():
+    rows = rows_of("anchor_isolation")
+    period, calls, correction = (
+        {row["anchor_state"]: np.array(row[f"{what}_microseconds"]) for row in rows}
+        for what in ("period", "calls", "correction")
+    )
+    for row in rows:
+        state = row["anchor_state"]
+        rest, share = period[state] - correction[state], calls[state] / period[state]
+        assert row["num_samples"] == len(rest) and row["anchor_share_median"] == pytest.approx(
+            np.median(share), abs=1e-4
+        )
+        assert row["anchor_share_p99"] == pytest.approx(np.percentile(share, 99), abs=1e-4)
+        assert row["median_ratio"] == pytest.approx(np.median(rest) / np.median(period["none"]), rel=1e-3)
+        assert row["p99_ratio"] == pytest.approx(np.percentile(rest, 99) / np.percentile(period["none"], 99), rel=1e-3)
