@@ -74,7 +74,7 @@ REST = [name for name in CONFIGURATIONS if name not in HEADLINE]
 # Runs of `boundary_quality` that are the same here, by our name for them.
 SHARED = {"dense": "dense", "mask95_zero": "mask95_zero", "mask95_mean": "mask95_mean", "transform": "transform_5"}
 # A direction that stays the same for K steps diverges at a rate that single steps bear, and few steps bear a larger one.
-RATES = {"blend": (2e-5, 5e-5, RATE), "anchor_only": (RATE, 2e-4, 5e-4)}
+RATES = {"blend": (2e-5, 5e-5), "anchor_only": (RATE, 3e-4)}
 # (configuration, stages, learning rate or None for the best found, seed, corpus) by part.
 Row = tuple[str, int, float | None, int, str]
 STUDY: dict[str, list[Row]] = {
