@@ -1,4 +1,4 @@
-"""Writes the quality tables of README.md and docs/boundaries.md from the results: `python -m benchmarks.quality_table`.
+"""Writes the quality tables of README.md and of pages of docs/ from the results: `python -m benchmarks.quality_table`.
 
 A test checks that the pages say what the results say.
 """
@@ -12,7 +12,6 @@ from pathlib import Path
 from benchmarks.common import RESULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = {ROOT / "README.md": True, ROOT / "docs" / "boundaries.md": False}  # whether it shows the headline rows only
 LABELS = {
     "dense": "dense (`preset=dense`)",
     "transform_5": "`transform` (`preset=anchored`), calibrated once",
@@ -43,20 +42,26 @@ HEADLINE = (
     "dense", "transform_5_every_10", "transform_5", "transform_5_whole_bits", "quantize_4bit", "rotated_1bit", "topk_5",
     "subspace_5", "mask95_mean", "mask95_zero",
 )  # fmt: skip
+# By page, the configurations that its table shows, at the study's own corpus and learning rate; None: every row.
+PAGES = {
+    ROOT / "README.md": HEADLINE,
+    ROOT / "docs" / "boundaries.md": None,
+    ROOT / "docs" / "paper.md": ("dense", "transform_5", "mask95_zero"),
+}
 BEGIN, END = "<!-- quality: python -m benchmarks.quality_table -->\n", "<!-- quality ends -->"
 
 
-def table(rows: list[dict], headline: bool) -> str:
+def table(rows: list[dict], shown: tuple[str, ...] | None) -> str:
     """Markdown of the rows of the study, best first within corpus, learning rate and depth.
 
     Args:
         rows: of boundary_quality.json.
-        headline: only GSM8K at the study's learning rate, and what most people would ask for.
+        shown: these configurations only, on GSM8K at the study's learning rate.
     """
-    if headline:
+    if shown is not None:
         rows = [
             row for row in rows
-            if row["corpus"] == "gsm8k" and row["learning_rate"] == 1e-4 and row["configuration"] in HEADLINE
+            if row["corpus"] == "gsm8k" and row["learning_rate"] == 1e-4 and row["configuration"] in shown
         ]  # fmt: skip
     rows = sorted(
         rows,
@@ -65,11 +70,11 @@ def table(rows: list[dict], headline: bool) -> str:
             row["loss_mean"],
         ),
     )  # fmt: skip
-    other = ["corpus", "learning rate"] if not headline else []
+    other = ["corpus", "learning rate"] if shown is None else []
     columns = ["boundary", *other, "stages", "bytes on the pipeline axis", "seeds", "held-out loss", "gap closed"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
-        where = [] if headline else [CORPORA[row["corpus"]], f"{row['learning_rate']:g}"]
+        where = [] if shown is not None else [CORPORA[row["corpus"]], f"{row['learning_rate']:g}"]
         cells = [LABELS[row["configuration"]], *where, *figures(row)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -86,17 +91,17 @@ def figures(row: dict) -> list[str]:
     return [str(row["stages"]), f"{share:.1%}", str(len(row["seeds"])), loss, closed]
 
 
-def with_table(page: str, rows: list[dict], headline: bool) -> str:
+def with_table(page: str, rows: list[dict], shown: tuple[str, ...] | None) -> str:
     """The page with its table anew."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     assert len(pattern.findall(page)) == 1, "the page needs one marked table"
-    return pattern.sub(lambda _: BEGIN + table(rows, headline) + END, page)
+    return pattern.sub(lambda _: BEGIN + table(rows, shown) + END, page)
 
 
 def main() -> None:
     rows = json.loads((RESULTS / "boundary_quality.json").read_text())["rows"]
-    for path, headline in PAGES.items():
-        path.write_text(with_table(path.read_text(), rows, headline))
+    for path, shown in PAGES.items():
+        path.write_text(with_table(path.read_text(), rows, shown))
         print(path.name)
 
 

@@ -30,6 +30,15 @@ def test_help_prints_and_describes_every_field_of_ours():
         assert field.name in inherited or len(field.metadata["help"]) > 20, f"{field.name} has no help text"
 
 
+def test_the_argument_reference_says_what_the_help_texts_say():
+    from tests import argument_reference as reference
+
+    grouped = [name for _, names in reference.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(reference.own_fields())  # each in one group
+    message = "docs/arguments.md is stale: run `python -m tests.argument_reference`"
+    assert reference.document() == reference.PATH.read_text(), message
+
+
 @pytest.mark.parametrize("name", ["finetune_gsm8k.py", "finetune_lora.py", "sft.py", "dpo.py"])
 def test_examples_stay_short(name):
     assert len((ROOT / "examples" / name).read_text().splitlines()) < 150
