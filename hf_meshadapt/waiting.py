@@ -147,8 +147,10 @@ def join_world(backend: str, timeout_seconds: float) -> None:
         raise LinkError(
             f"rank {rank} waited at start-up for all {num_ranks} ranks to meet at {host}:{port}, where rank 0 or the "
             f"launcher listens (deadline {timeout_seconds:g} s): {reason(error)}. Check that all {num_ranks} processes "
-            "were started with this MASTER_ADDR and MASTER_PORT and that the port is reachable; allow more time with "
-            "ddp_timeout"
+            "were started with this MASTER_ADDR and MASTER_PORT and that the port is reachable; that each can reach the "
+            "others on all TCP ports, for they connect to each other on further ones; and, where machines have several "
+            "network interfaces, that GLOO_SOCKET_IFNAME names the one to use (`meshadapt env` lists them). Allow more "
+            "time with ddp_timeout"
         ) from error
 
 

@@ -30,6 +30,17 @@ def add_commands(commands) -> None:
     what.add_argument("--num-processes", type=int, metavar="N", help="so many processes on this machine")
     launch.add_argument("--cpu", action="store_true", help="with --num-processes: on the CPU")
     launch.add_argument(
+        "--machine-rank",
+        type=int,
+        metavar="N",
+        help="with a launch file of several machines: 0 on the first one, then 1, 2, ...",
+    )
+    launch.add_argument(
+        "--main-process-ip",
+        metavar="ADDRESS",
+        help="with such a file: of the first machine, in place of the file's own",
+    )
+    launch.add_argument(
         "--anchor",
         type=int,
         metavar="N",
@@ -50,7 +61,7 @@ def run(args) -> int:
     script_args = list(args.script_args)
     if args.anchor is not None:
         script_args += fast_options(args.script_args)
-    command = launch_command(args.config, args.num_processes, [args.script, *script_args])
+    command = launch_command(args.config, args.num_processes, [*machine_options(args), args.script, *script_args])
     if args.cpu and args.config:
         raise ValueError("--cpu has no effect with --config: choose a launch file whose name begins with cpu")
     commands, changes = [command], [CPU if args.cpu else {}]
@@ -69,6 +80,21 @@ def run(args) -> int:
         return run_both(*commands, changes)
     os.environ.update(*changes)
     os.execv(command[0], command)
+
+
+def machine_options(args) -> list[str]:
+    """Accelerate's options that say which of several machines this is.
+
+    Raises:
+        ValueError: they would have no effect.
+    """
+    given = {"--machine_rank": args.machine_rank, "--main_process_ip": args.main_process_ip}
+    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    if options and args.config is None:
+        raise ValueError(
+            f"{options[0].replace('_', '-')} has no effect without --config: give a launch file of several machines"
+        )
+    return options
 
 
 def anchor_command(args, script_args: list[str]) -> list[str]:
@@ -93,7 +119,7 @@ def anchor_changes(args) -> dict[str, str]:
 
 
 def launch_command(config: str | None, num_processes: int | None, script: list[str]) -> list[str]:
-    """The command that starts `script`.
+    """The command that starts `script`, options of the launcher before it.
 
     Raises:
         ValueError: no such launch file, or fewer than two processes.

@@ -57,6 +57,7 @@ def test_every_command_explains_itself_with_an_example(command, capsys):
         ("launch --config nowhere train.py", "--config=nowhere: no such file"),
         ("launch --config cpu_2x1 --cpu train.py", "--cpu has no effect"),
         ("launch --num-processes 1 train.py", "must be at least 2"),
+        ("launch --num-processes 2 --machine-rank 1 train.py", "--machine-rank has no effect without --config"),
         ("launch --config cpu_2x1 nowhere.py", "nowhere.py: no such file"),
         ("launch --config cpu_2x1 --anchor 0 train.py", "--anchor=0: must be at least 1"),
         ("launch --config cpu_2x1 --anchor-devices 1 train.py", "--anchor-devices has no effect"),
@@ -96,6 +97,13 @@ def test_launch_is_accelerates_launcher_with_our_files(capsys):
     assert main(["launch", "--dry-run", "--num-processes", "4", "--cpu", "train.py"]) == 0
     line = capsys.readouterr().out
     assert line.startswith("ACCELERATE_USE_CPU=true ") and line.endswith("--num_processes 4 train.py\n")
+
+
+def test_launch_tells_several_machines_apart(capsys):
+    machine = ["--machine-rank", "1", "--main-process-ip", "10.0.0.7"]
+    assert main(["launch", "--dry-run", "--config", "two_machines_2x1", *machine, "train.py"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[-5:] == ["--machine_rank", "1", "--main_process_ip", "10.0.0.7", "train.py"]
 
 
 def test_launch_starts_an_anchor_beside_it(capsys):
