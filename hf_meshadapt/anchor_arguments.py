@@ -12,7 +12,6 @@ from .anchor.config import CIRCUITS, AnchorConfig, read_endpoint
 from .anchor_checks import SPECTRAL_FIELDS, AnchorChecks
 from .presets import BOUNDARY_FIELDS, user_error
 from .spectral.config import FILTER_RULES, RULES, SpectralConfig
-from .sync_arguments import DILOCO
 
 # A prior must be in use before the next one comes.
 REFRESH_STEPS = 4
@@ -30,7 +29,7 @@ class AnchorArguments(AnchorChecks):
             "are filtered. Under a launcher the anchor is a launch of its own (circuit=anchor, fast_endpoint); a "
             "single process runs it too, with the same staleness. preset=paper filters by the paper's constants, every "
             "other preset by its own. Default: yes with preset=paper in one process, and under a launcher where "
-            "fast_endpoint is given, unless dp_sync lets replicas step apart or the training set is a stream; else no.",
+            "fast_endpoint is given, unless the training set can be read once only; else no.",
             "nargs": "?",
             "const": True,
         },
@@ -174,9 +173,8 @@ class AnchorArguments(AnchorChecks):
         """`anchor` as it was given, or as it follows from the other arguments."""
         if self.anchor is not None or self.preset != "paper":
             return bool(self.anchor)
-        # A mesh whose anchor nobody launched must train all the same, and replicas that step apart cannot have one.
-        launched = self.runs_anchor or self.fast_endpoint is not None
-        return (launched or self.emulated) and self.dp_sync not in DILOCO
+        # A mesh whose anchor nobody launched must train all the same.
+        return self.emulated or self.runs_anchor or self.fast_endpoint is not None
 
     @property
     def calibrated_by_anchor(self) -> bool:

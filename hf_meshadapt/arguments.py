@@ -27,7 +27,8 @@ class MeshAdaptArguments(AnchorArguments, ArgumentChecks, TrainingArguments):
             "help": "Which recipe fills the boundary fields that are not set: `anchored` codes activations and "
             "gradients by what was learnt from a few uncoded passes (predictor and transform codec at 0.05 of the "
             "dense bytes); `dense` sends every activation whole; `paper` is random masking of 0.95 in bfloat16 with zero "
-            "fill and an anchor (see there), as arXiv 2609.14339 describes them.",
+            "fill, an anchor (see there) and, between replicas, dp_sync=streaming_diloco with outer_wire=powersgd: our "
+            "reading of arXiv 2609.14339.",
             "choices": list(PRESETS),
         },
     )

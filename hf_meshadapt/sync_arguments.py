@@ -28,13 +28,14 @@ SYNC_FIELDS = {
 class SyncArguments:
     """Mixin of `MeshAdaptArguments`."""
 
-    dp_sync: str = field(
-        default="allreduce",
+    dp_sync: str | None = field(
+        default=None,
         metadata={
             "help": "How replicas stay one model: `allreduce` averages all gradients at every step; `powersgd` their "
             "low-rank factors, with error feedback; `diloco` lets replicas step apart and moves all of them to one outer "
             "model every sync_every steps; `streaming_diloco` does so with a part of the model at a time, while training "
-            "goes on. Under the last two the outer model is what is evaluated and saved.",
+            "goes on. Under the last two the outer model is what is evaluated and saved. Default: streaming_diloco where "
+            "preset=paper has two replicas or more, else allreduce.",
             "choices": list(DP_SYNCS),
         },
     )
@@ -56,8 +57,8 @@ class SyncArguments:
         default=None,
         metadata={
             "help": "diloco, streaming_diloco: how what replicas learnt between two syncs travels: whole in `float32` or "
-            "`bfloat16` (default), as `int8` with a scale per 256 values, which every replica sends to all others, or in "
-            "low rank with error feedback (`powersgd`).",
+            "`bfloat16`, as `int8` with a scale per 256 values, which every replica sends to all others, or in low rank "
+            "with error feedback (`powersgd`). Default: powersgd with preset=paper, else bfloat16.",
             "choices": list(OUTER_WIRES),
         },
     )
@@ -113,9 +114,11 @@ class SyncArguments:
 
     def _resolve_sync(self) -> None:
         """Refuses what would have no effect and fills in the rest; replicas are known by then."""
+        alone = self.data_parallel_replicas < 2 and not self.runs_anchor  # which has the fast circuit's arguments
+        if self.dp_sync is None:
+            self.dp_sync = "allreduce" if alone or self.preset != "paper" else "streaming_diloco"
         if self.dp_sync not in DP_SYNCS:
             raise user_error("dp_sync", self.dp_sync, "not a known choice", f"Use one of: {', '.join(DP_SYNCS)}")
-        alone = self.data_parallel_replicas < 2 and not self.runs_anchor  # which has the fast circuit's arguments
         if self.dp_sync != "allreduce" and alone:
             raise user_error(
                 "dp_sync", self.dp_sync, "has no effect with one replica: there is nothing to synchronise",
@@ -142,6 +145,8 @@ class SyncArguments:
             return max(1, min(default, self.sync_every))
         if name == "overlap_steps":
             return max(0, min(default, self.sync_every // max(1, self.num_fragments) - 1))
+        if name == "outer_wire" and self.preset == "paper":
+            return "powersgd"
         return default
 
     def _check_sync(self) -> None:

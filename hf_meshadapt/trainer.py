@@ -145,7 +145,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         self._undo_step_hook()  # of an earlier train()
         # The step's last moment: everything before it is part of the step that the meter times.
         in_turn = self.engine.replication.local.step_in_turn
-        self._undo_step_hook = in_turn(self.optimizer.optimizer, after=self._end_step)
+        self._undo_step_hook = in_turn(self.optimizer.optimizer, self._end_step, around=self.anchoring.one_step)
         self._accumulation = 0
         if self.engine.needs_calibration:
             self._calibrate(train_dataloader)

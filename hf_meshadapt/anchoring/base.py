@@ -66,6 +66,10 @@ class NoAnchor:
     def begin_step(self, step: int) -> None:
         """Before the passes of step `step` + 1."""
 
+    def one_step(self) -> contextlib.AbstractContextManager:
+        """Around the optimizer's step where several replicas of this process take it in turn."""
+        return contextlib.nullcontext()
+
     def end_step(self) -> None:
         """After the optimizer's step."""
 
@@ -169,12 +173,28 @@ class Anchored(NoAnchor):
 
     def corrected(self, optimizer):
         if self.optimizer is None:
-            self.optimizer = optimizer = SpectralCorrection(optimizer, self.named, self.spectral)
+            try:
+                self.optimizer = optimizer = SpectralCorrection(optimizer, self.named, self.spectral)
+            except NotImplementedError as error:
+                default = "preset=paper has an anchor by default" if self.args.anchor is None else "anchor=True"
+                raise NotImplementedError(f"{default}: {error}, or set anchor=False") from None
         self.forget()
         return optimizer
 
     def begin_step(self, step):
         self.optimizer.num_steps = step  # of the run: its checkpoint may be of a run without an anchor
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a snapshot is of, by name, not copied: the weights that the replicas last agreed on.
+
+        Those of the model, unless replicas step apart; then they are the outer model's, each part as of its last outer
+        step.
+        """
+        with self.engine.outer_weights():
+            return {name: parameter.detach() for name, parameter in self.named}
+
+    def one_step(self):
+        return self.optimizer.one_step()
 
     def receive(self, prior: Prior) -> None:
         """Gives the optimizer a prior, which it takes in over the coming steps."""

@@ -25,10 +25,4 @@ def make_anchoring(trainer) -> NoAnchor:
         return NoAnchor(trainer)
     if trainer.args.runs_anchor:
         return AnchorLaunch(trainer)
-    sync = trainer.engine.data_parallel
-    if sync.steps_apart:
-        raise NotImplementedError(
-            f"anchor=True with dp_sync={sync.sync!r}: the weights of replicas that step apart differ, and a snapshot has "
-            "those of one. Use a dp_sync that averages gradients in every step"
-        )
     return EmulatedAnchor(trainer) if trainer.engine.mesh.emulated else LinkedAnchor(trainer)

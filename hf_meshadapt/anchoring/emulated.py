@@ -59,7 +59,7 @@ class EmulatedAnchor(Anchored):
 
     def _answer(self, version: int) -> Prior | None:
         """What the anchor makes of a snapshot taken now."""
-        weights = {name: parameter.detach() for name, parameter in self.named}
+        weights = self.weights()
         if not self.exact:
             try:
                 self.encoder.encode(version, weights)

@@ -166,7 +166,7 @@ class LinkedAnchor(Anchored):
     def _take_snapshot(self, step: int) -> None:
         if not self.schedule.snapshot_due(step, self.history.last_version, [self._all_ready]):
             return
-        weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.named}
+        weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
         if self.link.offer(step, weights):
             self.offered.add(step)
         elif self.config.deterministic:

@@ -99,6 +99,13 @@ def options_of(args, num_runs: int):
     )
 
 
+def options_for(recipe, args) -> str:
+    """Options of a training script that does what the recipe's run did."""
+    by_default = "streaming_diloco" if recipe.preset == "paper" and args.replicas > 1 else "allreduce"
+    sync = "" if args.dp_sync == by_default else f" --dp_sync {args.dp_sync}"
+    return f"--pipeline_stages {args.stages} {recipe.options()}{sync}"
+
+
 def conclude(args, console, runs: list, mesh) -> None:
     """Prints the table and the recommendation, and writes both to files."""
     from ..trial.comparison import recommend
@@ -108,9 +115,7 @@ def conclude(args, console, runs: list, mesh) -> None:
     console.print(results_table(runs, mesh))
     console.print(f"[bold]{recommendation.reason}.[/bold]")
     if recommendation.recipe is not None:
-        sync = "" if args.dp_sync == "allreduce" else f" --dp_sync {args.dp_sync}"
-        options = f"--pipeline_stages {args.stages} {recommendation.recipe.options()}{sync}"
-        console.print(f"  {options}", soft_wrap=True)
+        console.print(f"  {options_for(recommendation.recipe, args)}", soft_wrap=True)
     if args.dp_sync == "allreduce" and runs[0].gradient_share > 0.5:
         remedy = "try --dp-sync powersgd, or " if args.replicas > 1 else ""
         console.print(

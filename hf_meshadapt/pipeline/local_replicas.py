@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -85,10 +86,18 @@ class LocalReplicas:
         gradients, self._gradients = self._gradients, [{} for _ in range(self.num_replicas)]
         return gradients
 
-    def step_in_turn(self, optimizer: torch.optim.Optimizer, after: Callable[[], None]) -> Callable[[], None]:
+    def step_in_turn(
+        self,
+        optimizer: torch.optim.Optimizer,
+        after: Callable[[], None],
+        around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> Callable[[], None]:
         """From now on a step of the optimizer is one of every replica, with its own state; `after` is called once.
 
         Where replicas do not step apart, only the latter. Returns what undoes it.
+
+        Args:
+            around: makes a context for the steps of all replicas together.
         """
         if not self.apart:
             return optimizer.register_step_post_hook(lambda *_: after()).remove
@@ -96,9 +105,10 @@ class LocalReplicas:
 
         @functools.wraps(step)  # learning rate schedulers mark what they have seen
         def step_all(_, *args, **kwargs):
-            for _ in self.turns(optimizer):
-                step(*args, **kwargs)
-                optimizer.zero_grad()
+            with around():
+                for _ in self.turns(optimizer):
+                    step(*args, **kwargs)
+                    optimizer.zero_grad()
             after()
 
         optimizer.step = types.MethodType(step_all, optimizer)  # learning rate schedulers want a bound method

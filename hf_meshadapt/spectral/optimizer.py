@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,24 @@ from .priors import Priors
 
 STATE_KEY = "spectral"
 PLAIN_STATE = ("num_steps", "num_live_steps", "stepped_version")
+
+
+@dataclass
+class StepUnderWay:
+    """What all replicas of a process have in common in one optimizer step.
+
+    Attributes:
+        weight: of the prior; 0 where it does nothing.
+        num_entries, num_corrected: gradient entries so far, and those of them that have a prior.
+    """
+
+    weight: float
+    num_entries: int = 0
+    num_corrected: int = 0
+
+    @property
+    def share_corrected(self) -> float:
+        return self.num_corrected / self.num_entries if self.num_entries else 0.0
 
 
 class SpectralCorrection(Optimizer):
@@ -39,6 +59,8 @@ class SpectralCorrection(Optimizer):
         ValueError: a parameter of `inner` has no name, or `inner` is a SpectralCorrection itself.
         NotImplementedError: `inner` does not step on finished gradients, or see `config.prior_rank`.
     """
+
+    _under_way: StepUnderWay | None = None
 
     def __init__(
         self,
@@ -84,54 +106,73 @@ class SpectralCorrection(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.priors.advance()
-        age_steps, weight = self.priors.age_steps(self.num_steps), 0.0
-        if age_steps is not None and self.config.corrects:
-            weight = prior_weight(age_steps, self.num_live_steps, self.config.max_staleness, self.config.ramp_steps)
-        if self.config.rule != "anchor_only":
-            share = self._correct(weight) if weight > 0 else 0.0
-            self.inner.step()
-        else:
-            weight = weight if self.priors.version != self.stepped_version else 0.0
-            share = self._step_on_prior() if weight > 0 else 0.0
-        self._metrics = {"weight": weight, "share_corrected": share, "num_live_steps": self.num_live_steps}
-        if age_steps is not None:
-            self._metrics |= {"prior_age_steps": age_steps, "prior_version": self.priors.version}
-        self.num_steps += 1
+        with self.one_step() if self._under_way is None else contextlib.nullcontext():
+            if self.config.rule != "anchor_only":
+                self._correct(self._under_way)
+                self.inner.step()
+            elif self._under_way.weight > 0:
+                self._take_priors(self._under_way)
+                self.inner.step()
         self.clip_coefficient = 1.0
         return loss
 
-    def _correct(self, weight: float) -> float:
-        """Corrects all gradients that have a prior, and returns their share of all gradient entries."""
-        num_entries = num_corrected = 0
+    @contextlib.contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Within it all calls of `step` are one optimizer step, each of another replica.
+
+        Replicas that step apart take turns in the parameters: at a call these have one replica's weights and gradients,
+        and the inner optimizer its state. Priors advance once, and correct all replicas' gradients with one weight.
+        """
+        assert self._under_way is None, "one_step within a step"
+        with torch.no_grad():
+            self.priors.advance()
+        age_steps = self.priors.age_steps(self.num_steps)
+        self._under_way = step = StepUnderWay(self._weight(age_steps))
+        try:
+            yield
+        finally:
+            self._under_way = None
+        if step.weight > 0:
+            self.num_live_steps += 1
+            self.stepped_version = self.priors.version if self.config.rule == "anchor_only" else None
+        metrics = {"weight": step.weight, "share_corrected": step.share_corrected}
+        self._metrics = metrics | {"num_live_steps": self.num_live_steps}
+        if age_steps is not None:
+            self._metrics |= {"prior_age_steps": age_steps, "prior_version": self.priors.version}
+        self.num_steps += 1
+
+    def _weight(self, age_steps: int | None) -> float:
+        if age_steps is None or not self.config.corrects:
+            return 0.0
+        if self.config.rule == "anchor_only" and self.priors.version == self.stepped_version:
+            return 0.0
+        return prior_weight(age_steps, self.num_live_steps, self.config.max_staleness, self.config.ramp_steps)
+
+    def _correct(self, step: StepUnderWay) -> None:
+        """Corrects all gradients that have a prior."""
+        if step.weight == 0:
+            return
         for parameter in self._parameters():
             if parameter.grad is None:
                 continue
-            num_entries += parameter.numel()
+            step.num_entries += parameter.numel()
             prior = self.priors.get(self.name_of[parameter])
             if prior is not None:
-                correct_(parameter.grad, prior, self.config, weight, self.clip_coefficient)
-                num_corrected += parameter.numel()
-        self.num_live_steps += 1
-        return num_corrected / num_entries if num_entries else 0.0
+                correct_(parameter.grad, prior, self.config, step.weight, self.clip_coefficient)
+                step.num_corrected += parameter.numel()
 
-    def _step_on_prior(self) -> float:
-        """A step of the inner optimizer on the priors alone; returns their share of all entries."""
-        num_entries = num_replaced = 0
+    def _take_priors(self, step: StepUnderWay) -> None:
+        """Makes the priors the gradients."""
         for parameter in self._parameters():
             prior = self.priors.get(self.name_of[parameter])
-            num_entries += parameter.numel()
+            step.num_entries += parameter.numel()
             if prior is None:
                 parameter.grad = None
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             correct_(parameter.grad, prior, self.config, 1.0)
-            num_replaced += parameter.numel()
-        self.inner.step()
-        self.stepped_version = self.priors.version
-        self.num_live_steps += 1
-        return num_replaced / num_entries
+            step.num_corrected += parameter.numel()
 
     def _parameters(self) -> Iterable[Parameter]:
         return (parameter for group in self.inner.param_groups for parameter in group["params"])

@@ -33,6 +33,11 @@ ANCHOR = dict(anchor=True, anchor_every=3, prior_rank=8, max_steps=8)
 CALIBRATED = dict(
     pipeline_stages=2, preset="anchored", boundary_budget=0.4, calibration_tokens=300, calibration_every=1
 )
+TWO = dict(pipeline_stages=2)
+# Replicas that step apart.
+APART = dict(
+    dp_sync="streaming_diloco", sync_every=4, num_fragments=2, overlap_steps=1, outer_wire="int8", matrix_rank=4
+)
 CASES = {
     "3x1+2": (
         3, "llama_tied",
@@ -111,9 +116,10 @@ def steps_of(ranks: list[dict], name: str) -> list:
     return first
 
 
-def test_all_ranks_take_a_prior_at_the_same_step_and_its_bytes_are_metered(tmp_path):
+@pytest.mark.parametrize("sync", [{}, pytest.param(APART, marks=SLOW)], ids=["together", "apart"])
+def test_all_ranks_take_a_prior_at_the_same_step_and_its_bytes_are_metered(sync, tmp_path):
     torch.set_num_threads(1)
-    options = {**ANCHOR, **CALIBRATED, "anchor_every": 2, "max_steps": 30}
+    options = {**ANCHOR, **CALIBRATED, **sync, "anchor_every": 2, "max_steps": 30}
     ranks = run_both(tmp_path, 4, "llama_tied", hook=paced(0.1), **options)
     versions = [version for version in steps_of(ranks, "prior_version") if version is not None]
     assert versions and versions == sorted(versions)
@@ -192,12 +198,12 @@ def train_and_fail(rank: int, **options) -> str:
 
 
 @SLOW
-@pytest.mark.parametrize("num_anchors", [1, 2])
-def test_a_killed_anchor_leaves_the_run_without_priors_and_a_new_one_brings_them(num_anchors, tmp_path):
+@pytest.mark.parametrize("num_anchors,mesh", [(1, TWO), (2, TWO), (1, {"pipeline_stages": 1, **APART})], ids=str)
+def test_a_killed_anchor_leaves_the_run_without_priors_and_a_new_one_brings_them(num_anchors, mesh, tmp_path):
     """Its last rank is killed; the others end by themselves, and say why."""
     torch.set_num_threads(1)
     endpoint = f"127.0.0.1:{free_ports(2)}"
-    options = {**ANCHOR, "pipeline_stages": 2, "anchor_every": 2, "max_staleness_steps": 12, "fast_endpoint": endpoint}
+    options = {**ANCHOR, **mesh, "anchor_every": 2, "max_staleness_steps": 12, "fast_endpoint": endpoint}
     options |= {"max_steps": 160, "logging_steps": 1}
     started = []
 

@@ -261,6 +261,7 @@ def test_every_added_field_has_help():
         {"pipeline_stages": 2, **RATED},
         {"pipeline_stages": 2, "mask_ratio": 0.5, "boundary_predictor": "mean", "pipeline_split": "1,2"},
         INTERLEAVED,
+        {**REPLICAS, "pipeline_stages": 2, "preset": "paper", "matrix_rank": 4},
         {**REPLICAS, "dp_sync": "powersgd", "matrix_rank": 4},
         {**REPLICAS, "dp_sync": "streaming_diloco", "outer_wire": "int8"},
     ],

@@ -65,4 +65,6 @@ def test_arms_pair_and_only_the_anchors_are_in_one_process(demo):
     assert all("--data_parallel_replicas" not in options for options in (demo.RUNS | demo.ANCHOR_RUNS).values())
     corrected, control = demo.EMULATED_RUNS.values()
     assert "--anchor" in corrected and "--anchor" in control
-    assert demo.RUNS["paper"] == ["--preset", "paper", "--anchor", "false"]
+    masked = ["--preset", "paper", "--dp_sync", "allreduce"]
+    assert demo.RUNS["paper"] == [*masked, "--anchor", "false"]
+    assert corrected[:4] == control[:4] == masked

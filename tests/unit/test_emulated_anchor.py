@@ -149,6 +149,8 @@ def test_planned_bytes_are_those_of_what_is_sent(tmp_path):
         dict(correction_rule="blend", optim="sgd", data_parallel_replicas=2, save_at=(3, 5)),
         dict(correction_rule="anchor_only", anchor_batches=2, save_at=(4,)),
         dict(preset="paper", anchor_snapshot_bits=4, dropout=0.2, save_at=(7,)),
+        # Replicas that step apart: a prior is being taken in, and a part of the model on its way; a snapshot is due.
+        dict(preset="paper", data_parallel_replicas=2, sync_every=4, num_fragments=2, matrix_rank=4, save_at=(4, 6)),
         # Fits on their way, and in use; the next ones are due later.
         dict(**CALIBRATED, calibration_every=4, save_at=(2, 5)),
     ],

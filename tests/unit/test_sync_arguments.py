@@ -67,7 +67,35 @@ def test_defaults_of_fragments_fit_short_rounds(make, every, fragments, overlap)
     assert (config.num_fragments, config.overlap_steps) == (fragments, overlap)
 
 
+def test_the_papers_preset_lets_replicas_step_apart(make):
+    paper = dict(preset="paper", pipeline_stages=2)
+    streaming = dict(sync="streaming_diloco", outer_wire="powersgd", num_fragments=3, overlap_steps=5, mixing=0.5)
+    assert make(**TWO, **paper).data_parallel_config() == DataParallelConfig(**streaming, sync_every=30)
+    assert make(**paper).data_parallel_config() == DataParallelConfig()  # one replica
+    assert make(**TWO, pipeline_stages=2).dp_sync == "allreduce"
+    # What is given wins, and its fields are checked against it.
+    given = make(**TWO, **paper, outer_wire="int8", sync_every=6).data_parallel_config()
+    assert (given.outer_wire, given.sync_every, given.overlap_steps) == ("int8", 6, 1)
+    assert make(**TWO, **paper, dp_sync="allreduce").data_parallel_config() == DataParallelConfig()
+    assert make(**DILOCO, **paper).data_parallel_config().outer_wire == "powersgd"
+    for fields in (dict(**TWO, dp_sync="allreduce", sync_every=6), dict(sync_every=6)):
+        with pytest.raises(ValueError, match="^sync_every=6: has no effect with dp_sync=allreduce"):
+            make(**paper, **fields)
+
+
+def test_replicas_of_a_launch_are_known_where_the_sync_is_chosen(make, monkeypatch):
+    # Without the others whom a launcher would have started.
+    monkeypatch.setattr("hf_meshadapt.arguments.join_world", lambda *_: None)
+    monkeypatch.setattr("transformers.TrainingArguments.__post_init__", lambda self: None)
+    for world, sync in ((4, "streaming_diloco"), (2, "allreduce")):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        assert make(preset="paper", pipeline_stages=2).dp_sync == sync
+
+
 def test_the_anchor_circuit_takes_the_fast_circuits_arguments(make, monkeypatch):
     monkeypatch.setenv("HF_MESHADAPT_ANCHOR_SECRET", "a secret of the tests")
     anchor = dict(anchor=True, circuit="anchor", fast_endpoint="127.0.0.1:29600")
     assert make(**anchor, dp_sync="powersgd", check_replicas_every=5).data_parallel_config() == DataParallelConfig()
+    # Whose replicas it does not know.
+    paper = dict(preset="paper", pipeline_stages=2, sync_every=6, matrix_rank=4)
+    assert make(**anchor, **paper).data_parallel_config() == DataParallelConfig()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from hf_meshadapt.cli.main import main
+from hf_meshadapt.cli.trial import options_for
 from hf_meshadapt.trial import runs as trial_runs
 from hf_meshadapt.trial.comparison import (
     Recipe,
@@ -189,6 +191,21 @@ def test_a_trial_of_chats_with_all_presets(model, rows_file, tmp_path, capsys):
         "--pipeline_stages 2 --preset",
     ):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    "preset,replicas,sync,options",
+    [
+        ("dense", 2, "allreduce", ""),
+        ("dense", 2, "powersgd", " --dp_sync powersgd"),
+        ("paper", 1, "allreduce", ""),
+        ("paper", 2, "allreduce", " --dp_sync allreduce"),
+        ("paper", 2, "streaming_diloco", ""),
+    ],
+)
+def test_what_is_recommended_is_what_was_run(preset, replicas, sync, options):
+    args = SimpleNamespace(stages=3, replicas=replicas, dp_sync=sync)
+    assert options_for(Recipe(preset), args) == f"--pipeline_stages 3 --preset {preset}{options}"
 
 
 def tiny_options(model: Path, tmp_path: Path, **changes) -> TrialOptions:
