@@ -2,7 +2,7 @@
 
 All runs train on the same problems in the same order, from the same start, on CPU processes. Two more run the mesh with an
 anchor beside it in one process: its priors correct the masked run's gradients, and, as the control, are all that is trained
-on. The masked runs average gradients at every step: replicas that step apart, the preset's default, would not meet in 16.
+on. Masked runs average gradients at every step: replicas that step apart, the preset's default, would hardly meet in 16.
 The dense checkpoint is then loaded with plain transformers to answer a problem that it was not trained on. Results:
 runs/demo/demo.json.
 
@@ -28,7 +28,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = Path("runs/demo")
 CODED = ["--preset", "anchored", "--calibration_tokens", "8192"]
-# Boundaries alone are compared: by default this preset's replicas step apart, and would not meet in 16 steps.
+# Boundaries alone are compared: by default this preset's replicas step apart, and would hardly meet in 16 steps.
 MASKED = ["--preset", "paper", "--dp_sync", "allreduce"]
 RUNS = {
     "dense": ["--preset", "dense"],

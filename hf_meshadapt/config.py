@@ -221,6 +221,7 @@ class DataParallelConfig:
         mixing: streaming_diloco: share of a replica's own weights in what it goes on with.
         chunk_bytes: streaming_diloco: pieces in which a fragment travels.
         check_every: optimizer steps between two comparisons of what replicas must hold alike; None: never.
+        freeze_tied: a matrix that is input embedding and output head at once is not trained.
     """
 
     sync: str = "allreduce"
@@ -235,6 +236,7 @@ class DataParallelConfig:
     mixing: float = 0.0
     chunk_bytes: int = 256 * 1024
     check_every: int | None = None
+    freeze_tied: bool = False
 
     @property
     def steps_apart(self) -> bool:

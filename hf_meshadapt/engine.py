@@ -141,6 +141,8 @@ class MeshEngine(PipelineGradients):
         self.parts = build_stages(*self._cut, self.mesh, self.boundary, self.topology.stage, self.share, autocast)
         if self._adapter is not None:
             self.parts.take_adapter(self._adapter)
+        if self.data_parallel.freeze_tied:
+            self.parts.freeze_tied()
         self._take_loss(loss_function, rows_per_example)
         self.replication = Replication(self.data_parallel, self.mesh, self.groups, self.parts)
         self.drift = DriftCheck(self, self.replication.synchronizer, self.data_parallel.check_every)
@@ -271,13 +273,13 @@ class MeshEngine(PipelineGradients):
 
     def plan(self, rows: int, length: int, accumulation: int) -> BytePlan:
         """What one optimizer step sends, from shapes alone. Collective over the pipeline the first time."""
-        layout = self.parts.layout
+        layout, tied = self.parts.layout, self.share({self.topology.stage: bool(self.parts.tied_copies())})
         shape = ModelShape(
             hidden_size=layout.hidden_size,
             vocab_size=layout.vocab_size,
             num_layers=layout.num_layers,
             chunk_parameters=self._chunk_parameters(),
-            tied_embeddings=layout.tied and self._adapter is None,  # adapters leave it as it is
+            tied_embeddings=any(tied.values()),
             embedding_size=layout.embedding_size,
             sync_parts=self._sync_parts(),
         )

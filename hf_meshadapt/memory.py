@@ -123,7 +123,7 @@ def memory_plan(
 def sync_bytes(rank: RankWeights, mesh: MeshConfig, sync: DataParallelConfig, optimizer: str) -> int:
     """At least what a synchronizer keeps, all counted in the weights' dtype; some of it is float32 whatever that is."""
     num_local = mesh.replicas if mesh.emulated else 1
-    copies = num_local if sync.low_rank else 0  # what factors left out, of each replica
+    copies = num_local if sync.low_rank and mesh.replicas > 1 else 0  # what factors left out, of each replica
     if sync.steps_apart:
         own = num_local - 1  # replicas beside the one in the model, with weights and optimizer state
         copies += 2 + own * (1 + optimizer_copies(optimizer))  # outer weights and momentum

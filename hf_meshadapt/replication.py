@@ -51,7 +51,13 @@ class Replication:
             ends = OverGroup(groups.tied, mesh.timeout_seconds)
         self.ddp_group = groups.data_parallel if groups and not config.steps_apart else None
         chunks = chunk_parameters(parts, mesh.stages)
-        self.synchronizer = SYNCHRONIZERS[config.sync](config, exchange, chunks, self.local.weights)
+        if mesh.replicas == 1 and config.sync != "allreduce" and not parts.untied:
+            raise ValueError(
+                f"dp_sync={config.sync!r} has no effect: there is one replica, and embedding and output head of "
+                f"{type(parts.model).__name__} are not one matrix over two stages. Leave it unset"
+            )
+        kind = config.sync if mesh.replicas > 1 else "allreduce"  # then only tied copies have something to exchange
+        self.synchronizer = SYNCHRONIZERS[kind](config, exchange, chunks, self.local.weights)
         self._tied = self._make_tied(ends)
 
     def _make_tied(self, ends: Exchange) -> TiedSum | None:

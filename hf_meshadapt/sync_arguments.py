@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 from .config import DP_SYNCS, OUTER_WIRES, DataParallelConfig
 from .presets import user_error
 
+TIED_EMBEDDINGS = ("sync", "freeze")
+CHOICES = {
+    "factor_dtype": ("float32", "bfloat16"),
+    "outer_wire": OUTER_WIRES,
+    "tied_embeddings": TIED_EMBEDDINGS,
+}
 DILOCO, STREAMING = ("diloco", "streaming_diloco"), ("streaming_diloco",)
 # Fields that only some syncs read: which ones, and the value where none is given.
 SYNC_FIELDS = {
@@ -35,7 +41,7 @@ class SyncArguments:
             "low-rank factors, with error feedback; `diloco` lets replicas step apart and moves all of them to one outer "
             "model every sync_every steps; `streaming_diloco` does so with a part of the model at a time, while training "
             "goes on. Under the last two the outer model is what is evaluated and saved. Default: streaming_diloco where "
-            "preset=paper has two replicas or more, else allreduce.",
+            "preset=paper has two replicas or more, else allreduce. With one replica `powersgd` is for tied embeddings.",
             "choices": list(DP_SYNCS),
         },
     )
@@ -112,6 +118,16 @@ class SyncArguments:
         },
     )
 
+    tied_embeddings: str = field(
+        default="sync",
+        metadata={
+            "help": "A matrix that is input embedding and output head at once, of which first and last stage have a copy "
+            "each: `sync` trains it, and the copies exchange its gradient at every step (whole, or in low rank with "
+            "another dp_sync than allreduce); `freeze` leaves it as it is, and sends nothing.",
+            "choices": list(TIED_EMBEDDINGS),
+        },
+    )
+
     def _resolve_sync(self) -> None:
         """Refuses what would have no effect and fills in the rest; replicas are known by then."""
         alone = self.data_parallel_replicas < 2 and not self.runs_anchor  # which has the fast circuit's arguments
@@ -119,7 +135,9 @@ class SyncArguments:
             self.dp_sync = "allreduce" if alone or self.preset != "paper" else "streaming_diloco"
         if self.dp_sync not in DP_SYNCS:
             raise user_error("dp_sync", self.dp_sync, "not a known choice", f"Use one of: {', '.join(DP_SYNCS)}")
-        if self.dp_sync != "allreduce" and alone:
+        # In low rank, too, is what the two copies of a tied embedding exchange.
+        has_effect = self.dp_sync == "powersgd" and self.pipeline_stages > 1
+        if self.dp_sync != "allreduce" and alone and not has_effect:
             raise user_error(
                 "dp_sync", self.dp_sync, "has no effect with one replica: there is nothing to synchronise",
                 "Launch two replicas or more, or leave it unset",
@@ -154,7 +172,7 @@ class SyncArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise user_error(name, value, "must be at least 1", "Use 1 or more, or leave it unset")
-        for name, allowed in (("factor_dtype", ("float32", "bfloat16")), ("outer_wire", OUTER_WIRES)):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in (None, *allowed):
                 raise user_error(name, getattr(self, name), "not a known choice", f"Use one of: {', '.join(allowed)}")
         rate = self.outer_learning_rate
@@ -182,9 +200,10 @@ class SyncArguments:
 
     def data_parallel_config(self) -> DataParallelConfig:
         """The anchor circuit has one model, and nothing to synchronise."""
+        freeze_tied = self.tied_embeddings == "freeze"
         if self.runs_anchor:
-            return DataParallelConfig()
+            return DataParallelConfig(freeze_tied=freeze_tied)
         given = {name: getattr(self, name) for name in SYNC_FIELDS}
         given["chunk_bytes"] = given.pop("sync_chunk_bytes")
-        given["check_every"] = self.check_replicas_every
+        given |= {"check_every": self.check_replicas_every, "freeze_tied": freeze_tied}
         return DataParallelConfig(self.dp_sync, **{name: value for name, value in given.items() if value is not None})

@@ -40,7 +40,7 @@ def save_sync_state(engine: MeshEngine, folder: Path, optimizer: torch.optim.Opt
             tensors |= {f"inner/{replica}/weights/{name}": parameter.data for name, parameter in named}
             tensors |= {f"inner/{replica}/optimizer/{name}": tensor for name, tensor in state.items()}
             inner.append(scalars)
-    if tensors:
+    if engine.data_parallel.sync != "allreduce":  # a stage in the middle may have nothing, and says so
         save_pair(_stem(engine, folder), tensors, {"written_for": written_for(engine), "inner": inner})
 
 

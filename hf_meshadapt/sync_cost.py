@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from .config import DataParallelConfig
 from .data_parallel.clock import SyncClock
 from .data_parallel.sizes import Shape
 from .link_bytes import all_reduce_links
 from .sync_plan import sync_links
+
+if TYPE_CHECKING:
+    from .planner import BytePlan
 
 # The first steps set up memory and connections; the last one that is timed.
 WARM_UP_STEPS, TIMED_STEPS = 3, 20
@@ -59,6 +63,18 @@ def cost_warning(
         f"for {saved_bytes / 1e6:.3g} MB that are not sent, {saved_seconds:.3g} s at the "
         f"{8e-6 / seconds_per_byte:.3g} Mbit/s that its link to the other replicas has shown. Use {remedy} on links as "
         "fast as these, or a lower matrix_rank"
+    )
+
+
+def tied_warning(plan: BytePlan) -> str | None:
+    """What to tell a person where the gradient of a tied embedding, sent whole, is more than all boundaries send."""
+    tied, pipeline = plan.axis_bytes("tied"), plan.axis_bytes("pipeline")
+    if plan.data_parallel.sync != "allreduce" or tied <= pipeline:
+        return None
+    return (
+        f"the gradient of the tied embedding takes {tied / 1e6:.3g} MB of every optimizer step, all boundaries together "
+        f"{pipeline / 1e6:.3g} MB. On slow links set dp_sync='powersgd', which sends it in low rank, or "
+        "tied_embeddings='freeze', which leaves it as it is; or take more tokens per step"
     )
 
 

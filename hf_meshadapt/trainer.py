@@ -48,6 +48,7 @@ from .trainer_checks import (
     refuse_raw_data,
     refuse_unsupported,
     tell_of_emulation,
+    tell_of_tied,
 )
 
 logger = logging.getLogger(__name__)
@@ -295,6 +296,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self.engine.take_logs() | self.anchoring.logs())
+            tell_of_tied(self)
         self._agree_on_speed(logs)
         super().log(logs, start_time)
 

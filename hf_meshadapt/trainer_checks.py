@@ -19,6 +19,7 @@ from .arguments import MeshAdaptArguments
 from .engine import MeshEngine
 from .pipeline.refusals import refuse_partial_outputs
 from .pipeline.stage import LossFunction
+from .sync_cost import tied_warning
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,16 @@ def _columns(dataset) -> list[str] | None:
     with torch.random.fork_rng(devices=[]):
         row = dataset[0]
     return list(row) if isinstance(row, Mapping) else None
+
+
+def tell_of_tied(trainer) -> None:
+    """At a run's first log, on a mesh: a tied embedding that sends more than all boundaries do. Collective."""
+    engine, state = trainer.engine, trainer.state
+    if engine.mesh.emulated or not engine.parts.untied or state.global_step > state.logging_steps:
+        return
+    plan = engine.plan(trainer._rows(training=True), trainer._batch_length, trainer.args.gradient_accumulation_steps)
+    if (warning := tied_warning(plan)) and trainer.is_world_process_zero():
+        logger.warning(warning)
 
 
 def refuse_optimizer(trainer) -> None:

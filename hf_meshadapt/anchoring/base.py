@@ -183,6 +183,7 @@ class Anchored(NoAnchor):
 
     def begin_step(self, step):
         self.optimizer.num_steps = step  # of the run: its checkpoint may be of a run without an anchor
+        self.optimizer.measures = (step + 1) % self.trainer.state.logging_steps == 0
 
     def weights(self) -> dict[str, Tensor]:
         """What a snapshot is of, by name, not copied: the weights that the replicas last agreed on.
@@ -215,11 +216,17 @@ class Anchored(NoAnchor):
 
     def logs(self):
         """`prior_weight`; `prior_age_steps` and `prior_version`, the step of its snapshot, once there is a prior;
-        `share_corrected` of the model's gradient entries."""
+        `share_corrected` of the model's gradient entries; in a corrected step `gradient_in_prior`, the share of the
+        gradients' energy in the prior's subspace, and `gradient_prior_cosine`. Collective."""
         metrics = self.optimizer.metrics()
         logs = {"prior_weight": metrics["weight"]}
         logs |= {name: metrics[name] for name in ("prior_age_steps", "prior_version") if name in metrics}
-        return logs | {"share_corrected": self._share_corrected if metrics["weight"] > 0 else 0.0}
+        logs["share_corrected"] = self._share_corrected if metrics["weight"] > 0 else 0.0
+        alignment = self.engine.sum_over_ranks(self.optimizer.alignment or [0.0] * 4)
+        energy, inside, product, prior = alignment
+        if energy and prior:
+            logs |= {"gradient_in_prior": inside / energy, "gradient_prior_cosine": product / (energy * prior) ** 0.5}
+        return logs
 
     def phase(self):
         metrics = self.optimizer.metrics()

@@ -117,10 +117,9 @@ def conclude(args, console, runs: list, mesh) -> None:
     if recommendation.recipe is not None:
         console.print(f"  {options_for(recommendation.recipe, args)}", soft_wrap=True)
     if args.dp_sync == "allreduce" and runs[0].gradient_share > 0.5:
-        remedy = "try --dp-sync powersgd, or " if args.replicas > 1 else ""
         console.print(
-            f"{runs[0].gradient_share:.0%} of dense training's bytes are gradients of weights, which no preset makes "
-            f"fewer: {remedy}put more tokens into a step (--batch-size, --max-length), or train adapters only."
+            f"{runs[0].gradient_share:.0%} of dense training's bytes are gradients of weights. No preset makes them fewer: "
+            "try --dp-sync powersgd, put more tokens into a step (--batch-size, --max-length), or train adapters only."
         )
     written = write_results(args.output, results(runs, mesh, recommendation), runs)
     console.print("Figures: " + ", ".join(map(str, written)), soft_wrap=True)

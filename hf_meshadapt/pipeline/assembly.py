@@ -65,6 +65,21 @@ class ModelParts:
             names.append(self.layout.head_weight)
         return [parameter for name in names if (parameter := self._parameter(name)).requires_grad]
 
+    def freeze_tied(self) -> None:
+        """Leaves the matrix that is embedding and head at once as it is.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.layout.tied:
+            raise ValueError(
+                f"tied_embeddings='freeze' has no effect: embedding and output head of {type(self.model).__name__} are not "
+                "one matrix. Leave it unset"
+            )
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if name in (self.layout.embedding_weight, self.layout.head_weight):
+                parameter.requires_grad_(False)
+
     def saved_names(self) -> list[str]:
         """State-dict entries that this rank writes to a checkpoint."""
         if self.adapter is not None:

@@ -63,6 +63,15 @@ def filtered(rule: str, gradient: Tensor, prior: Factors, weights: Tensor) -> tu
     return gradient @ v * weights, v.T
 
 
+def alignment(gradient: Tensor, prior: Factors) -> Tensor:
+    """|G|^2, |U^T G V|^2, <G, P> and |P|^2 of a gradient (m, n) and its prior; float64 (4,), on their device."""
+    exact, prior = gradient.float(), prior.to(torch.float32)
+    core, s = (prior.u.T @ exact @ prior.v).double(), prior.s.double()
+    directions = (s > 0).double()  # of factors that are not full the rest is no direction of the prior
+    inside = (directions[:, None] * core * directions).square().sum()
+    return torch.stack([exact.double().square().sum(), inside, (core.diagonal() * s).sum(), s.square().sum()])
+
+
 def correct_(
     gradient: Tensor, prior: Factors | Tensor, config: SpectralConfig, weight: float, clip_coefficient: float = 1.0
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,27 +14,10 @@ from torch.optim import Optimizer
 from .config import SpectralConfig
 from .correction import correct_, prior_weight
 from .priors import Priors
+from .step import StepUnderWay
 
 STATE_KEY = "spectral"
 PLAIN_STATE = ("num_steps", "num_live_steps", "stepped_version")
-
-
-@dataclass
-class StepUnderWay:
-    """What all replicas of a process have in common in one optimizer step.
-
-    Attributes:
-        weight: of the prior; 0 where it does nothing.
-        num_entries, num_corrected: gradient entries so far, and those of them that have a prior.
-    """
-
-    weight: float
-    num_entries: int = 0
-    num_corrected: int = 0
-
-    @property
-    def share_corrected(self) -> float:
-        return self.num_corrected / self.num_entries if self.num_entries else 0.0
 
 
 class SpectralCorrection(Optimizer):
@@ -49,6 +31,10 @@ class SpectralCorrection(Optimizer):
     `clip_coefficient` before every step. Without a prior, or with one that is too old, gradients stay as they are, and
     `metrics()` says so. With `anchor_only` the inner optimizer steps on arrivals only.
 
+    Attributes:
+        measures: the coming steps set `alignment`, at about the cost of the correction.
+        alignment: of the last step's gradients with their priors: sums over matrices of what `correction.alignment` gives.
+
     Args:
         inner: the optimizer to wrap.
         named_parameters: names as in `model.named_parameters()`, of at least the parameters in `inner`.
@@ -60,6 +46,8 @@ class SpectralCorrection(Optimizer):
         NotImplementedError: `inner` does not step on finished gradients, or see `config.prior_rank`.
     """
 
+    measures = False
+    alignment: list[float] = []
     _under_way: StepUnderWay | None = None
 
     def __init__(
@@ -127,7 +115,7 @@ class SpectralCorrection(Optimizer):
         with torch.no_grad():
             self.priors.advance()
         age_steps = self.priors.age_steps(self.num_steps)
-        self._under_way = step = StepUnderWay(self._weight(age_steps))
+        self._under_way = step = StepUnderWay(self._weight(age_steps), self.measures)
         try:
             yield
         finally:
@@ -135,6 +123,7 @@ class SpectralCorrection(Optimizer):
         if step.weight > 0:
             self.num_live_steps += 1
             self.stepped_version = self.priors.version if self.config.rule == "anchor_only" else None
+        self.alignment = step.alignment()
         metrics = {"weight": step.weight, "share_corrected": step.share_corrected}
         self._metrics = metrics | {"num_live_steps": self.num_live_steps}
         if age_steps is not None:
@@ -158,6 +147,7 @@ class SpectralCorrection(Optimizer):
             step.num_entries += parameter.numel()
             prior = self.priors.get(self.name_of[parameter])
             if prior is not None:
+                step.measure(parameter.grad, prior)
                 correct_(parameter.grad, prior, self.config, step.weight, self.clip_coefficient)
                 step.num_corrected += parameter.numel()
 
@@ -171,6 +161,8 @@ class SpectralCorrection(Optimizer):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
+            else:
+                step.measure(parameter.grad, prior)
             correct_(parameter.grad, prior, self.config, 1.0)
             step.num_corrected += parameter.numel()
 

@@ -4,6 +4,7 @@ should be, to itself when resumed, and to what the plan says of its bytes."""
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,45 @@ def test_frozen_parameters_and_parameters_without_gradient(tmp_path, sync):
     emulated = fork(train_partly, 1, **options | TWO_REPLICAS | dict(folder=tmp_path / "emulated"))
     assert all(torch.equal(weights[name], tensor) for name, tensor in weights_of(emulated).items())
     assert_same_run(fork(train_partly, 2, resume=tmp_path / "run" / "checkpoint-3", **options), whole)
+
+
+# Tied embeddings -----------------------------------------------------------------------------------------------------
+
+
+def train_tied(rank: int, *, folder: Path, resume=None, **options) -> dict:
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("hf_meshadapt").addHandler(handler)
+    trainer = mesh_trainer(tiny_model("llama_tied"), 4, str(folder), save_steps=3, **DENSE, **options)
+    trainer.add_callback(runs.SaveAt((3,)))
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer) | {"tied": True, "texts": texts, "report": trainer.mesh_report()}
+
+
+def test_one_replica_sends_a_tied_embedding_whole_in_low_rank_or_not_at_all(tmp_path):
+    three = dict(pipeline_stages=3, mask_ratio=0.9)
+    emulated = three | dict(data_parallel_replicas=1)
+    runs_of = {}
+    for name, options in {"whole": {}, "powersgd": POWERSGD, "freeze": dict(tied_embeddings="freeze")}.items():
+        whole = fork(train_tied, 3, folder=tmp_path / name, **three, **options)
+        weights = runs_of[name] = weights_of(whole)
+        if name != "whole":
+            alone = weights_of(fork(train_tied, 1, folder=tmp_path / f"{name}-emulated", **emulated, **options))
+            assert all(torch.equal(weights[key], tensor) for key, tensor in alone.items()), name
+        if name == "powersgd":  # remembers what it left out, and a stage in the middle nothing
+            resume = tmp_path / name / "checkpoint-3"
+            assert_same_run(fork(train_tied, 3, folder=tmp_path / name, resume=resume, **three, **options), whole)
+        planned, measured = (
+            whole[0]["report"][which].get("tied", 0.0) for which in ("planned_bytes_per_token", "bytes_per_token")
+        )
+        assert planned <= measured <= planned + 20  # headers of a few messages over 128 tokens
+        assert ("gradient of the tied embedding takes" in "".join(whole[0]["texts"])) == (name == "whole")
+        assert (planned > 0) == (measured > 0) == (name != "freeze")
+    embedding = "model.embed_tokens.weight"
+    start = tiny_model("llama_tied").state_dict()[embedding]
+    assert torch.equal(runs_of["freeze"][embedding], start)
+    assert not torch.equal(runs_of["powersgd"][embedding], runs_of["whole"][embedding])
 
 
 # Equal to the dense average ------------------------------------------------------------------------------------------

@@ -97,6 +97,8 @@ def test_priors_come_when_they_should(tmp_path, capsys):
     ]
     assert trainer.anchoring.status() == "prior of step 3, 6 steps old"
     assert logs[1]["share_corrected"] == pytest.approx(trainer.metrics[-1]["share_corrected"])
+    assert "gradient_in_prior" not in logs[0]  # nothing was corrected
+    assert 0 < logs[1]["gradient_in_prior"] <= 1 and -1 <= logs[1]["gradient_prior_cosine"] <= 1
     report = trainer.mesh_report()
     assert report["anchor"] == {
         "rule": "diagonal", "anchor_every": 3, "effective_anchor_every": 3.0, "num_snapshots": 4, "num_priors": 2,

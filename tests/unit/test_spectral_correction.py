@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_meshadapt.spectral.config import FILTER_RULES, RULES, SpectralConfig, kind_of, prior_rank, prior_values
-from hf_meshadapt.spectral.correction import correct_, filter_weights, filtered, prior_weight
+from hf_meshadapt.spectral.correction import alignment, correct_, filter_weights, filtered, prior_weight
 from hf_meshadapt.spectral.factors import compress
 from tests.spectral_oracle import correction_oracle, filter_oracle, gaussian, random_matrix
 
@@ -24,6 +24,16 @@ def corrected(gradient, prior, *args) -> torch.Tensor:
     result = gradient.clone()
     correct_(result, prior, *args)
     return result
+
+
+@pytest.mark.parametrize("shape,rank", [((9, 14), 4), ((14, 9), 9)], ids=str)
+def test_alignment_is_that_of_dense_matrices(shape, rank):
+    gradient, matrix = gaussian(*shape, seed=1), random_matrix(*shape, rank, seed=2)
+    u, _, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    inside = u[:, :rank] @ u[:, :rank].T @ gradient.double() @ vh[:rank].T @ vh[:rank]
+    expected = [gradient.square().sum(), inside.square().sum(), (gradient * matrix).sum(), matrix.square().sum()]
+    found = alignment(gradient, compress(matrix, rank, "a"))
+    assert found.tolist() == pytest.approx([float(value) for value in expected], rel=1e-4)
 
 
 @settings(max_examples=100, deadline=None)

@@ -22,6 +22,8 @@ def make(tmp_path):
 REFUSED = [
     ({**TWO, "dp_sync": "gossip"}, "dp_sync='gossip'", "allreduce, powersgd"),
     ({"dp_sync": "powersgd"}, "dp_sync='powersgd'", "Launch two replicas"),
+    ({"dp_sync": "diloco", "pipeline_stages": 2}, "dp_sync='diloco'", "Launch two replicas"),
+    ({"tied_embeddings": "thaw"}, "tied_embeddings='thaw'", "sync, freeze"),
     ({**TWO, "matrix_rank": 4}, "matrix_rank=4", "Use it with powersgd or diloco"),
     ({**TWO, "sync_every": 4}, "sync_every=4", "Use it with diloco or streaming_diloco"),
     ({**POWERSGD, "outer_wire": "int8"}, "outer_wire='int8'", "Use it with diloco"),
