@@ -93,9 +93,14 @@ def figures(row: dict) -> list[str]:
 
 def with_table(page: str, rows: list[dict], shown: tuple[str, ...] | None) -> str:
     """The page with its table anew."""
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    return marked(page, BEGIN, END, table(rows, shown))
+
+
+def marked(page: str, begin: str, end: str, text: str) -> str:
+    """The page with this text between its two marks."""
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     assert len(pattern.findall(page)) == 1, "the page needs one marked table"
-    return pattern.sub(lambda _: BEGIN + table(rows, shown) + END, page)
+    return pattern.sub(lambda _: begin + text + end, page)
 
 
 def main() -> None:

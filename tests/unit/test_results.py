@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import boundary_quality, quality_anchor
+from benchmarks import anchor_table, boundary_quality, quality_anchor
 from benchmarks.common import quartiles
 from benchmarks.quality_table import PAGES, with_table
 
@@ -85,6 +85,11 @@ def test_quality_anchor_means_follow_from_the_runs():
         assert row["loss_mean"] == pytest.approx(sum(losses) / len(losses))
         assert row["seeds"] == [run["seed"] for run in row["runs"]]
         assert (row["anchor_every"] is None) == (row["rule"] == "none") == ("anchor" not in row["bytes_per_token"])
+
+
+def test_the_table_of_the_anchors_study_says_what_the_results_say():
+    page = anchor_table.PAGE.read_text()
+    assert anchor_table.with_table(page, rows_of("quality_anchor")) == page
 
 
 def test_dp_quality_ratios_follow_from_the_runs():
