@@ -84,7 +84,7 @@ def draw(rows: list[dict], path: Path) -> None:
     colours = ["tab:blue" if row["rule"] == "none" else "tab:orange" for row in shown]
     axes.barh(labels, [row["gap_closed_mean"] for row in shown], xerr=errors, color=colours, capsize=3)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="share of dense training's gain (mean and standard error over seeds); orange: with an anchor")
+    axes.set(xlabel="share of dense training's gain; orange: with an anchor")
     FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
 
 
