@@ -14,7 +14,7 @@ from .torch_internals import fix_buckets
 
 
 class _Reach(torch.autograd.Function):
-    """The first of its inputs, with an edge of the graph to each of the others, over which no gradient comes."""
+    """Its first input, with an edge of the graph to each of the others, over which no gradient comes."""
 
     @staticmethod
     def forward(ctx, output: Tensor, *parameters: nn.Parameter) -> Tensor:
@@ -38,9 +38,10 @@ def reach_parameters(stage: nn.Module) -> None:
     def hook(module: nn.Module, inputs, output):
         if not torch.is_grad_enabled():
             return output
-        first, *others = (output,) if isinstance(output, Tensor) else output
-        reached = _Reach.apply(first, *trainable)
-        return reached if isinstance(output, Tensor) else (reached, *others)
+        if isinstance(output, Tensor):
+            return _Reach.apply(output, *trainable)
+        *others, last = output  # of a coded boundary's tensors the last is the one that a gradient comes back for
+        return *others, _Reach.apply(last, *trainable)
 
     stage.register_forward_hook(hook)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +13,7 @@ from hf_meshadapt.config import DataParallelConfig
 from hf_meshadapt.data_parallel.base import ChunkParameters
 from hf_meshadapt.data_parallel.exchange import InProcess, OverGroup
 from hf_meshadapt.data_parallel.hook import PowerSGDSynchronizer
+from hf_meshadapt.pipeline.replicas import wrap_data_parallel
 from tests.launch import run_ranks
 
 CONFIG = DataParallelConfig("powersgd", matrix_rank=2)
@@ -81,3 +84,36 @@ def test_all_buckets_are_averaged_with_the_last_as_in_one_process(tmp_path):
     for _, seen in ranks:
         assert seen.count((True, True)) == NUM_STEPS  # one sync per optimizer step, by the last bucket
         assert set(seen) == {(True, True), (False, False)} and len(seen) > 2 * NUM_STEPS
+
+
+class Coded(nn.Module):
+    """Returns what a coded boundary sends: bytes, and a carrier for the gradient that comes back."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs, uses_all: bool):
+        hidden = self.used(inputs)
+        hidden = self.sometimes(hidden) if uses_all else hidden
+        return hidden.detach().to(torch.uint8), hidden
+
+
+def leave_out(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients of the second layer, which replica 0 uses in the first pass and nobody in the second."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    model = Coded()
+    module, gradients = wrap_data_parallel(model, dist.group.WORLD), []
+    for used_by in (0, None):
+        module.zero_grad()
+        module(torch.ones(2, 6), rank == used_by)[-1].sum().backward()
+        gradients.append((model.used.weight.grad.clone(), model.sometimes.weight.grad.clone()))
+    return gradients
+
+
+def test_a_pass_that_leaves_a_parameter_out_stops_nobody(tmp_path):
+    first, second = run_ranks(leave_out, 2, tmp_path)
+    for ours, theirs in zip(first, second):
+        assert all(map(torch.equal, ours, theirs))
+    assert first[0][1].any() and not first[1][1].any() and first[1][0].any()
