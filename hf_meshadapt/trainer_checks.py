@@ -127,7 +127,8 @@ def _columns(dataset) -> list[str] | None:
 def tell_of_tied(trainer) -> None:
     """At a run's first log, on a mesh: a tied embedding that sends more than all boundaries do. Collective."""
     engine, state = trainer.engine, trainer.state
-    if engine.mesh.emulated or not engine.parts.untied or state.global_step > state.logging_steps:
+    has_logged = any("loss" in log for log in state.log_history)
+    if engine.mesh.emulated or not engine.parts.untied or has_logged:
         return
     plan = engine.plan(trainer._rows(training=True), trainer._batch_length, trainer.args.gradient_accumulation_steps)
     if (warning := tied_warning(plan)) and trainer.is_world_process_zero():

@@ -183,7 +183,8 @@ class Anchored(NoAnchor):
 
     def begin_step(self, step):
         self.optimizer.num_steps = step  # of the run: its checkpoint may be of a run without an anchor
-        self.optimizer.measures = (step + 1) % self.trainer.state.logging_steps == 0
+        every = self.trainer.state.logging_steps  # 0 where logging_strategy=no says so
+        self.optimizer.measures = every > 0 and (step + 1) % every == 0
 
     def weights(self) -> dict[str, Tensor]:
         """What a snapshot is of, by name, not copied: the weights that the replicas last agreed on.

@@ -109,6 +109,12 @@ def test_priors_come_when_they_should(tmp_path, capsys):
     assert report["planned_bytes_per_token"]["anchor"] > 0 and "anchor" not in report["bytes_ratio_to_dense"]
 
 
+def test_without_logs_nothing_is_measured(tmp_path):
+    trainer = make(tmp_path, max_steps=6, **ANCHOR, logging_strategy="no", logging_steps=0)
+    trainer.train()
+    assert trainer.metrics[-1]["weight"] == 1 and trainer.anchoring.optimizer.alignment == []
+
+
 def test_an_old_prior_is_not_used(tmp_path):
     trainer = make(tmp_path, max_steps=9, anchor=True, anchor_every=2, max_staleness_steps=6, prior_rank=4)
     answer = trainer.anchoring._answer
