@@ -1,8 +1,10 @@
 """What an anchor costs the training loop that must not wait for it, by what the anchor does meanwhile.
 
-A tiny model over two stages, its ranks on all cores but one; the anchor, a launch of its own, on the last. Timed on
-every rank and step: the whole period of the loop from one optimizer step to the next, the calls to the anchor circuit
-in it (`begin_step`, `end_step`), and what the correction adds to the optimizer's step, which is no part of either
+A tiny model over two stages, each rank on a core of its own, and the anchor, a launch of its own, on another; on two
+cores the anchor shares the second one, and runs (SCHED_IDLE) only while the rank there does not. Timed on every rank and
+step: the whole period of the loop from one optimizer step to the next, the calls to the anchor circuit
+in it (`begin_step`, `end_step`), also by the thread's own clock, which leaves out what other processes on the core took,
+and what the correction adds to the optimizer's step, which is no part of either
 target (benchmarks/spectral_cost.py is about it, and in steps as short as these it is large).
 
 anchor_share is calls over period, of the same step. median_ratio and p99_ratio are periods, less the correction, over
@@ -44,32 +46,33 @@ DEADLINE_SECONDS = 900.0
 
 
 class Timed:
-    """Adds up the seconds within methods of one object, until taken."""
+    """Adds up the seconds within methods of one object, of the clock on the wall and of the thread's, until taken."""
 
     def __init__(self):
-        self.seconds = 0.0
+        self.seconds = self.thread_seconds = 0.0
 
     def wrap(self, owner, name: str) -> None:
         method = getattr(owner, name)
 
         def timed(*args, **kwargs):
-            started = time.perf_counter()
+            started, thread_started = time.perf_counter(), time.thread_time()
             try:
                 return method(*args, **kwargs)
             finally:
                 self.seconds += time.perf_counter() - started
+                self.thread_seconds += time.thread_time() - thread_started
 
         setattr(owner, name, timed)
 
-    def take(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
+    def take(self) -> tuple[float, float]:
+        seconds, self.seconds, self.thread_seconds = (self.seconds, self.thread_seconds), 0.0, 0.0
         return seconds
 
 
-def train(rank: int, progress, cores: set[int], folder: str, awaits_anchor: bool, options: dict) -> dict:
+def train(rank: int, progress, cores: list[int], folder: str, awaits_anchor: bool, options: dict) -> dict:
     """Seconds of every step of this rank; `progress` is told how many steps rank 0 has taken."""
     os.environ[SECRET_VARIABLE] = SECRET
-    os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     trainer = mesh_trainer(tiny_model(KIND), ROWS, folder, NUM_ROWS, **{**FAST, "logging_steps": 10**6, **options})
     anchoring, engine = trainer.anchoring, trainer.engine
     calls, correcting, rows = Timed(), Timed(), []
@@ -84,20 +87,21 @@ def train(rank: int, progress, cores: set[int], folder: str, awaits_anchor: bool
         if trainer.args.anchor:
             correcting.wrap(anchoring.optimizer, "_correct")
             correcting.wrap(anchoring.optimizer.priors, "advance")
-        rows.append((time.perf_counter(), 0.0, 0.0))
+        rows.append((time.perf_counter(), 0.0, 0.0, 0.0))
 
     def end_step() -> None:
         end()
-        rows.append((time.perf_counter(), calls.take(), correcting.take()))
+        rows.append((time.perf_counter(), *calls.take(), correcting.take()[0]))
         if rank == 0:
             progress.value = len(rows) - 1
 
     anchoring.start, engine.end_step = start_and_watch, end_step
     trainer.train()
     report = trainer.mesh_report()["anchor"] or {}
-    times, in_calls, in_corrections = (np.array(column) for column in zip(*rows))
+    times, in_calls, in_calls_on_thread, in_corrections = (np.array(column) for column in zip(*rows))
     return {
         "period": np.diff(times)[SKIPPED_STEPS:], "calls": in_calls[1 + SKIPPED_STEPS :],
+        "calls_on_thread": in_calls_on_thread[1 + SKIPPED_STEPS :],
         "correction": in_corrections[1 + SKIPPED_STEPS :], "live_steps": report.get("num_live_steps", 0),
         "priors": report.get("num_priors", 0),
     }  # fmt: skip
@@ -106,6 +110,8 @@ def train(rank: int, progress, cores: set[int], folder: str, awaits_anchor: bool
 def run_anchor(core: int, pass_seconds: float, folder: Path, options: dict) -> None:
     """The anchor's launch, in a process of its own; its passes take so much longer."""
     os.sched_setaffinity(0, {core})
+    if os.cpu_count() <= STAGES:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     from hf_meshadapt.anchoring.passes import AnchorPasses
 
     gradients = AnchorPasses.gradients
@@ -161,7 +167,8 @@ def anchor_of(*arguments) -> Iterator[AnchorProcess]:
 
 def run(state: str, steps: int, anchor_every: int) -> list[dict]:
     """The ranks' timings of one run."""
-    *fast_cores, anchor_core = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))
+    anchor_core = cores[-1]
     options = {"max_steps": steps + SKIPPED_STEPS, "pipeline_stages": STAGES}
     if state != "none":
         endpoint = f"127.0.0.1:{free_ports(STAGES)}"
@@ -169,7 +176,7 @@ def run(state: str, steps: int, anchor_every: int) -> list[dict]:
     progress = multiprocessing.get_context("fork").Value("l", 0)
     with tempfile.TemporaryDirectory() as name, anchor_of(state, anchor_core, Path(name), options) as anchor:
         awaits = anchor.process is not None
-        ranks = (progress, set(fast_cores or [anchor_core]), name, awaits, options)
+        ranks = (progress, cores, name, awaits, options)
         processes = start_ranks(train, STAGES, Path(name), *ranks).processes
         try:
             disturb(anchor, anchor.plan(state, steps), progress, processes)
@@ -195,18 +202,22 @@ def disturb(anchor: AnchorProcess, plan: list[tuple[int, str]], progress, proces
 
 
 def figures(state: str, ranks: list[dict], baseline: np.ndarray, steps: int, anchor_every: int) -> dict:
-    period, calls, correction = (np.concatenate([r[k] for r in ranks]) for k in ("period", "calls", "correction"))
-    rest, share = period - correction, calls / period
+    kinds = ("period", "calls", "calls_on_thread", "correction")
+    period, calls, on_thread, correction = (np.concatenate([r[kind] for r in ranks]) for kind in kinds)
+    rest, share, thread_share = period - correction, calls / period, on_thread / period
     return {
         "anchor_state": state, "steps": steps, "num_samples": len(period), "anchor_every": anchor_every,
         "anchor_share_median": float(np.median(share)), "anchor_share_p99": float(np.percentile(share, 99)),
+        "thread_share_median": float(np.median(thread_share)),
+        "thread_share_p99": float(np.percentile(thread_share, 99)),
         "median_ratio": float(np.median(rest) / np.median(baseline)),
         "p99_ratio": float(np.percentile(rest, 99) / np.percentile(baseline, 99)),
         "period_seconds_median": float(np.median(period)), "period_seconds_p99": float(np.percentile(period, 99)),
         "calls_seconds_median": float(np.median(calls)), "calls_seconds_p99": float(np.percentile(calls, 99)),
         "correction_seconds_median": float(np.median(correction)), "num_live_steps": ranks[0]["live_steps"],
         "num_priors": ranks[0]["priors"], "period_microseconds": microseconds(period),
-        "calls_microseconds": microseconds(calls), "correction_microseconds": microseconds(correction),
+        "calls_microseconds": microseconds(calls), "calls_on_thread_microseconds": microseconds(on_thread),
+        "correction_microseconds": microseconds(correction),
     }  # fmt: skip
 
 
@@ -226,7 +237,14 @@ def main() -> None:
     baseline = np.concatenate([rank["period"] for rank in bare])
     kept = {"none": bare} | {state: ranks for state, ranks in runs if state != "none"}
     rows = [figures(state, ranks, baseline, options.steps, options.anchor_every) for state, ranks in kept.items()]
-    shown = ["anchor_share_median", "anchor_share_p99", "median_ratio", "p99_ratio", "num_live_steps"]
+    shown = [
+        "anchor_share_median",
+        "anchor_share_p99",
+        "thread_share_p99",
+        "median_ratio",
+        "p99_ratio",
+        "num_live_steps",
+    ]
     print_table(rows, ["anchor_state", *shown])
     if not options.no_result:
         write_result(NAME, rows, seeds=[7])

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -80,6 +80,8 @@ class FastLink(Pump):
         secret: from `checked_secret`.
         encoder: used in the thread only.
         num_batches: of the anchor's data that a resumed run has used already.
+        read: a prior's message to what `poll` shall return, in the thread, where it costs the training loop nothing;
+            raises ValueError for what must not be taken.
 
     Attributes:
         generation: anchors so far.
@@ -100,14 +102,17 @@ class FastLink(Pump):
         encoder: Encoder,
         options: LinkOptions,
         num_batches: int = 0,
+        read: Callable[[Message], Any] = lambda message: message,
     ):
         super().__init__(f"the anchor link of stage {source.stage}", options)
         self.source, self._sources, self._secret, self._encoder = source, sources, secret, encoder
+        self._read = read
         self._listener = listener
         listener.setblocking(False)
         # A deque of one is a slot in which the newest replaces what nobody has taken yet.
         self._offered: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=1)
-        self._priors: deque[Message] = deque(maxlen=NUM_HELD_PRIORS)
+        # Versions, and what was read or the error that it was.
+        self._priors: deque[tuple[int, Any]] = deque(maxlen=NUM_HELD_PRIORS)
         self._changed = threading.Event()
         self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
         self._admission = threading.Lock()
@@ -145,12 +150,19 @@ class FastLink(Pump):
         self.wake()
         return True
 
-    def poll(self) -> Message | None:
-        """The oldest prior that has not been taken yet, None when there is none."""
+    def poll(self) -> Any | None:
+        """The oldest prior that has not been taken yet, None when there is none; raises ValueError as `read` did."""
+        found = self._take_prior()
+        return None if found is None else found[1]
+
+    def _take_prior(self) -> tuple[int, Any] | None:
         try:
-            return self._priors.popleft()
+            version, prior = self._priors.popleft()
         except IndexError:
             return None
+        if isinstance(prior, ValueError):
+            raise prior
+        return version, prior
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
         """Waits for an anchor: for runs that must not begin without one.
@@ -160,17 +172,18 @@ class FastLink(Pump):
         """
         self._wait(lambda: self.ready or None, "an anchor", timeout_seconds)
 
-    def wait_for_prior(self, version: int, timeout_seconds: float) -> Message:
+    def wait_for_prior(self, version: int, timeout_seconds: float) -> Any:
         """The prior of this version, older ones dropped: for runs that must not depend on the anchor's speed.
 
         Raises:
             LinkError: it did not come in time.
+            ValueError: as `poll`.
         """
 
-        def take() -> Message | None:
-            while (prior := self.poll()) is not None:
-                if prior.fields["version"] == version:
-                    return prior
+        def take() -> Any | None:
+            while (found := self._take_prior()) is not None:
+                if found[0] == version:
+                    return found[1]
             return None
 
         return self._wait(take, f"the anchor's prior of step {version}", timeout_seconds)
@@ -271,13 +284,19 @@ class FastLink(Pump):
             if message.fields["stage"] != self.source.stage:
                 raise MessageError(f"a prior of stage {message.fields['stage']} came to stage {self.source.stage}")
             self.num_batches = message.fields["num_batches"]
-            self._priors.append(message)
+            self._priors.append((message.fields["version"], self._read_prior(message)))
             self._changed.set()
             connection.say(Message("received", {"version": message.fields["version"]}))
         elif message.kind == "done":
             raise ConnectionLost("it has finished")
         elif message.kind != "heartbeat":
             raise MessageError(f"an anchor does not send {message.kind} messages")
+
+    def _read_prior(self, message: Message) -> Any:
+        try:
+            return self._read(message)
+        except ValueError as error:  # for the training loop to say: the link is sound
+            return error
 
     def turn(self, now: float) -> None:
         connection = self.connections.get(ANCHOR)

@@ -199,11 +199,13 @@ class Anchored(NoAnchor):
         return self.optimizer.one_step()
 
     def receive(self, prior: Prior) -> None:
-        """Gives the optimizer a prior, which it takes in over the coming steps."""
+        """Gives the optimizer a prior, checked already, which it takes in over the coming steps."""
         coefficient = 1.0
         if self.spectral.adds_prior and self.args.max_grad_norm:
             coefficient = clip_coefficient(prior.gradient_norm, self.args.max_grad_norm)
-        self.optimizer.priors.receive(prior.values, prior.version, prior.version, clip_coefficient=coefficient)
+        self.optimizer.priors.receive(
+            prior.values, prior.version, prior.version, clip_coefficient=coefficient, checked=True
+        )
         self.received_version = prior.version
         self.fitting.apply(prior)
 
@@ -290,4 +292,6 @@ class Anchored(NoAnchor):
         self.history.load_state_dict(state.plain["history"])
         self.received_version, self.num_batches = state.plain["received_version"], state.plain["num_batches"]
         self.reference = state.reference
+        for prior in state.pending.values():
+            self.optimizer.priors.check(prior.values, prior.version)
         self.pending = self.fitting.load_state(state.plain.get("fitting"), state.pending)

@@ -18,6 +18,7 @@ from ..anchor.attachment import AttachingEncoder, Attachment
 from ..anchor.connection import LinkOptions
 from ..anchor.fast_link import FastLink
 from ..anchor.handshake import checked_secret
+from ..anchor.messages import Message
 from ..anchor.schedule import NO_VERSION, agree_on_next, tell
 from ..anchor.snapshot import Layout, SnapshotEncoder
 from ..planner import NUM_ANCHOR_COUNTS, NUM_LINK_FIGURES
@@ -113,11 +114,20 @@ class LinkedAnchor(Anchored):
             encoder = AttachingEncoder(encoder, self._attachment)
         options = LinkOptions(rate_bits_per_second=self.config.rate_bits_per_second)
         told = sources if stage == 0 else ()
-        self.link = FastLink(listener, sources[stage], told, self.secret, encoder, options, self.num_batches)
+        self.link = FastLink(
+            listener, sources[stage], told, self.secret, encoder, options, self.num_batches, self._read
+        )
         self.link.start()
         if self.config.deterministic:
             logger.info("waiting for the anchor at %s", self.config.endpoint)
             self.link.wait_until_ready(timeout_seconds)
+
+    def _read(self, message: Message) -> Prior:
+        """The prior in a message; raises ValueError where this stage cannot take it. In the link's thread."""
+        prior = read_prior(message, self.optimizer.priors.held)
+        self.optimizer.priors.check(prior.values, prior.version)
+        self.fitting.check(prior)
+        return prior
 
     def _attachment(self) -> Attachment:
         # What an anchor that is gone has sent may never come into use, unless every prior does.
@@ -179,16 +189,15 @@ class LinkedAnchor(Anchored):
 
     def _poll(self) -> None:
         """Takes what has come from the anchor."""
-        while (message := self.link.poll()) is not None:
-            if message.fields["version"] not in self.offered:
-                continue  # of an anchor that still works for an earlier attempt of this run
+        while True:
             try:
-                prior = read_prior(message, self.optimizer.priors.held)
-                self.optimizer.priors.check(prior.values, prior.version)
-                self.fitting.check(prior)
+                prior = self.link.poll()
             except ValueError as error:
                 logger.warning("%s does not take a prior: %s", self.engine.topology.describe(), error)
-            else:
+                continue
+            if prior is None:
+                return
+            if prior.version in self.offered:  # else of an anchor that still works for an earlier attempt of this run
                 self.pending[prior.version] = prior
 
     def _obtain(self, version: int) -> Prior | None:
@@ -197,10 +206,7 @@ class LinkedAnchor(Anchored):
             if version not in self.offered:  # a run that goes on with an anchor that it did not have before
                 return None
             with self.engine.step_meter.waiting():
-                message = self.link.wait_for_prior(version, self.engine.mesh.timeout_seconds)
-            prior = read_prior(message, self.optimizer.priors.held)
-            self.fitting.check(prior)
-            return prior
+                return self.link.wait_for_prior(version, self.engine.mesh.timeout_seconds)
         return self.pending[version]
 
     def _start_passing(self, version: int, step: int) -> None:
@@ -258,7 +264,9 @@ class LinkedAnchor(Anchored):
         self.connected = all(row[1] for row in rows)
         self._met = self._met or self.connected
         self.agreed_version = NO_VERSION
-        if not self.config.deterministic and self._passing is None:
+        # One that came upon another would have it taken in at once, in one step instead of several.
+        taking_in = self.optimizer.priors.taking_in and self.engine.mesh.replicas == 1
+        if not self.config.deterministic and self._passing is None and not taking_in:
             self.agreed_version = agree_on_next([row[2:] for row in rows], self.received_version)
 
     # Figures ---------------------------------------------------------------------------------------------------------

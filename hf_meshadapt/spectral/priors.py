@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from .prior import AnchorPrior
 class Arrival:
     """Anchor gradients that are being taken in: `updated` has those that are done."""
 
-    gradients: dict[str, Factors | Tensor]
+    gradients: Mapping[str, Factors | Tensor]
     version: int
     step: int
     updated: dict[str, AnchorPrior]
@@ -78,7 +79,12 @@ class Priors:
     # Taking in --------------------------------------------------------------------------------------------------------
 
     def receive(
-        self, gradients: Mapping[str, Factors | Tensor], version: int, step: int, clip_coefficient: float = 1.0
+        self,
+        gradients: Mapping[str, Factors | Tensor],
+        version: int,
+        step: int,
+        clip_coefficient: float = 1.0,
+        checked: bool = False,
     ) -> None:
         """Begins to take in a version; an earlier one that is still being taken in is finished first.
 
@@ -89,6 +95,7 @@ class Priors:
             step: optimizer steps that had been taken when the anchor's weights were copied.
             clip_coefficient: what clipping with the fast gradients' limit makes of these, by their norm over the whole
                 model. Only where `SpectralConfig.adds_prior`; filters take nothing but directions and ratios.
+            checked: `check` has passed these gradients, and nobody writes to them any more: they are not copied.
 
         Raises:
             ValueError: gradients of other parameters, of other shapes or not finite, or an old version. What is held
@@ -101,15 +108,17 @@ class Priors:
             )
         if clip_coefficient != 1.0 and not self.config.adds_prior:
             raise ValueError(f"clip_coefficient={clip_coefficient} has no effect with rule={self.config.rule!r}")
-        self.check(gradients, version)
+        if not checked:
+            self.check(gradients, version)
+            gradients = {name: value.to(torch.float32, copy=True) for name, value in gradients.items()}
         self.finish()
-        taken = {name: gradients[name].to(self._devices[name], torch.float32, copy=True) for name in self.held}
         if clip_coefficient != 1.0:
-            taken = {
-                name: value * clip_coefficient if isinstance(value, Tensor) else value.scaled(clip_coefficient)
-                for name, value in taken.items()
-            }
-        self._arrival = Arrival(taken, version, step, {})
+            gradients = {
+                name: value.float() * clip_coefficient if isinstance(value, Tensor)
+                else value.to(torch.float32).scaled(clip_coefficient)
+                for name, value in gradients.items()
+            }  # fmt: skip
+        self._arrival = Arrival(gradients, version, step, {})
 
     def check(self, gradients: Mapping[str, Factors | Tensor], version: int) -> None:
         """Raises ValueError for gradients that `receive` would not take, but for old versions."""
@@ -122,7 +131,7 @@ class Priors:
         for name, value in gradients.items():
             _check_form(self.held[name], value)
         pieces = [piece for value in gradients.values() for piece in ([value] if isinstance(value, Tensor) else value)]
-        if not all(bool(piece.isfinite().all()) for piece in pieces):
+        if not torch.nn.utils.get_total_norm(pieces, math.inf).isfinite():  # the largest entry: one call for all
             raise ValueError(f"prior version {version} is not finite: the anchor's pass overflowed, leave it out")
 
     def advance(self) -> None:
@@ -133,11 +142,16 @@ class Priors:
         names = list(self.held)
         done, total = arrival.num_slices_done, self.config.refresh_steps
         for name in names[len(names) * done // total : len(names) * (done + 1) // total]:
-            gradient = arrival.gradients[name]
+            gradient = arrival.gradients[name].to(self._devices[name], torch.float32)
             arrival.updated[name] = self.held[name].update(gradient, arrival.version, arrival.step)
         arrival.num_slices_done += 1
         if arrival.num_slices_done == total:
             self.held, self._arrival = arrival.updated, None
+
+    @property
+    def taking_in(self) -> bool:
+        """A version is being taken in."""
+        return self._arrival is not None
 
     def finish(self) -> None:
         """Takes in the rest of what arrived, at once."""

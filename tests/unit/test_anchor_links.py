@@ -1,5 +1,6 @@
 """What the training loop and the anchor's loop call of their ends of the link, while the peer is stuck or absent."""
 
+import os
 import socket
 import threading
 
@@ -96,6 +97,36 @@ def test_priors_wait_in_order_and_the_oldest_gives_way(stuck_link):
     for kind, fields in (("prior", {"version": 0, "stage": 1, "num_batches": 0}), ("snapshot", {}), ("welcome", {})):
         with pytest.raises(MessageError):
             link.arrived(ANCHOR, Message(kind, fields))
+
+
+def test_priors_are_read_in_the_thread_and_what_cannot_be_is_said_where_they_are_taken(stuck_link):
+    link, _ = stuck_link
+
+    def read(message: Message) -> str:
+        if message.fields["version"] == 1:
+            raise ValueError("not finite")
+        return f"prior {message.fields['version']}"
+
+    link._read = read
+    for version in (0, 1, 2):
+        link.arrived(ANCHOR, Message("prior", {"version": version, "stage": 0, "num_batches": 0}))
+    assert link.poll() == "prior 0"
+    with pytest.raises(ValueError, match="not finite"):
+        link.wait_for_prior(2, 5.0)
+    assert link.wait_for_prior(2, 5.0) == "prior 2" and link.poll() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
+def test_the_thread_takes_no_core_from_the_training_loop():
+    listener = listen("127.0.0.1", 0)
+    source = Source(0, 0, *listener.getsockname())
+    link = FastLink(listener, source, (source,), b"secret", SnapshotEncoder(0), LinkOptions())
+    policies: list[int] = []
+    link.ended = lambda: policies.append(os.sched_getscheduler(0))
+    link.start()
+    link.close(20.0)
+    listener.close()
+    assert policies == [os.SCHED_BATCH] and os.sched_getscheduler(0) != os.SCHED_BATCH
 
 
 def test_waits_have_deadlines_and_say_what_was_awaited(stuck_link):

@@ -157,6 +157,20 @@ def test_what_arrived_is_not_shared_with_the_sender():
     assert torch.equal(priors.get("layers.0.norm.weight"), kept)
 
 
+def test_gradients_that_were_checked_are_neither_read_nor_copied_and_come_out_the_same():
+    priors, checking = make_priors(refresh_steps=4), make_priors(refresh_steps=4)
+    sent = {name: value.to(torch.bfloat16) for name, value in arrival(priors, 0).items()}
+    checking.receive(sent, version=1, step=0)
+    priors.receive(sent, version=1, step=0, checked=True)
+    assert priors._arrival.gradients is sent and priors.taking_in
+    restored = make_priors(refresh_steps=4)
+    restored.load_state(*priors.state())
+    for each in (checking, priors, restored):
+        each.finish()
+        assert not each.taking_in
+        assert all(same(each.get(name), checking.get(name)) for name in priors.held)
+
+
 def test_clipping_scales_what_arrives():
     priors, clipped = make_priors(rule="blend"), make_priors(rule="blend")
     priors.update(arrival(priors, 0), version=1, step=0)
