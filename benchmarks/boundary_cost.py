@@ -33,8 +33,8 @@ CODECS = {
 }
 
 
-def boundary_pass(config: BoundaryConfig, hidden_size: int, dtype: torch.dtype):
-    """One receive and one send, forward and backward, with fits of states whose spectrum falls as in a real model."""
+def observed(config: BoundaryConfig, hidden_size: int) -> tuple[Observer, tuple[torch.Tensor, ...]]:
+    """What a calibration saw of states whose spectrum falls as in a real model, and (states, token_ids, kind, scale)."""
     table = project_embedding(torch.randn(VOCABULARY, hidden_size), 64)
     token_ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
     kind = torch.full((BATCH, LENGTH), TOKEN, dtype=torch.int8)
@@ -42,14 +42,19 @@ def boundary_pass(config: BoundaryConfig, hidden_size: int, dtype: torch.dtype):
     scale = torch.linspace(1, 8, hidden_size).pow(-1.5)
     states = torch.randn(BATCH, LENGTH, hidden_size) * scale
     observer = Observer(hidden_size, table if config.predictor == "token" else None, "cpu")
-    observed = observer(states.clone().requires_grad_(), token_ids, kind)
-    observed.backward(torch.randn_like(states) * scale)
+    observer(states.clone().requires_grad_(), token_ids, kind).backward(torch.randn_like(states) * scale)
+    return observer, (states, token_ids, kind, scale)
+
+
+def boundary_pass(config: BoundaryConfig, hidden_size: int, dtype: torch.dtype):
+    """One receive and one send, forward and backward."""
+    observer, (states, token_ids, kind, scale) = observed(config, hidden_size)
     fit = fit_boundary(
         observer.moments(), transforms=config.codec == "transform", predicted=config.predictor != "none"
     )
     receive, send = BoundaryReceive(config, 0, hidden_size), BoundarySend(config, 0, hidden_size)
     for end in (receive, send):
-        end.set_fit(fit, table)
+        end.set_fit(fit, observer.table)
     payload, carrier = send(states.to(dtype), 0, token_ids, kind)
     gradient = torch.randn(BATCH, LENGTH, hidden_size, dtype=dtype) * scale.to(dtype)
     coded = send_gradient(receive, (payload, carrier), token_ids, kind, dtype, gradient)

@@ -107,6 +107,7 @@ def test_dp_quality_ratios_follow_from_the_runs():
     "name,ours,theirs,ratio",
     [
         ("boundary_cost", "coding_seconds", "stage_seconds", "ratio_to_stage"),
+        ("fit_cost", "set_seconds", "stage_seconds", "set_ratio_to_pass"),
         ("powersgd_vs_torch", "seconds", "torch_seconds", "time_ratio"),
     ],
 )
@@ -117,9 +118,9 @@ def test_ratios_of_times_are_of_medians(name, ours, theirs, ratio):
 
 def test_anchor_isolation_follows_from_the_steps():
     rows = rows_of("anchor_isolation")
-    period, calls, correction = (
+    period, calls, on_thread, correction = (
         {row["anchor_state"]: np.array(row[f"{what}_microseconds"]) for row in rows}
-        for what in ("period", "calls", "correction")
+        for what in ("period", "calls", "calls_on_thread", "correction")
     )
     for row in rows:
         state = row["anchor_state"]
@@ -128,5 +129,7 @@ def test_anchor_isolation_follows_from_the_steps():
             np.median(share), abs=1e-4
         )
         assert row["anchor_share_p99"] == pytest.approx(np.percentile(share, 99), abs=1e-4)
+        thread_share = np.percentile(on_thread[state] / period[state], 99)
+        assert row["thread_share_p99"] == pytest.approx(thread_share, abs=1e-4)
         assert row["median_ratio"] == pytest.approx(np.median(rest) / np.median(period["none"]), rel=1e-3)
         assert row["p99_ratio"] == pytest.approx(np.percentile(rest, 99) / np.percentile(period["none"], 99), rel=1e-3)
