@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from ..waiting import LinkError
-from .connection import Connection, ConnectionLost, LinkOptions, close_socket, tune
-from .handshake import HandshakeError, SecretError, greet
+from .admission import MAX_HANDSHAKES, Admission
+from .connection import Connection, ConnectionLost, LinkOptions, close_socket
 from .messages import Message, MessageError
 from .pump import Pump
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 ANCHOR = "anchor"  # the key of the one connection
 NUM_HELD_PRIORS = 4
-MAX_HANDSHAKES = 8  # strangers who connect and say nothing hold one each until its deadline
 
 
 class Encoder(Protocol):
@@ -88,7 +87,6 @@ class FastLink(Pump):
         peer_pid: process id of the last one, on its machine.
         num_batches: of the anchor's data, used for the priors so far.
         num_replaced: snapshots that a newer one replaced before they were sent.
-        num_refused: connections that did not know the secret or came while an anchor was there.
         transfer_seconds: what the last snapshot took from its first byte to the anchor's word that it has arrived;
             None before.
     """
@@ -105,7 +103,7 @@ class FastLink(Pump):
         read: Callable[[Message], Any] = lambda message: message,
     ):
         super().__init__(f"the anchor link of stage {source.stage}", options)
-        self.source, self._sources, self._secret, self._encoder = source, sources, secret, encoder
+        self.source, self._sources, self._encoder = source, sources, encoder
         self._read = read
         self._listener = listener
         listener.setblocking(False)
@@ -114,17 +112,20 @@ class FastLink(Pump):
         # Versions, and what was read or the error that it was.
         self._priors: deque[tuple[int, Any]] = deque(maxlen=NUM_HELD_PRIORS)
         self._changed = threading.Event()
-        self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
-        self._admission = threading.Lock()
-        self._admitted = False  # an anchor holds the link, or is about to
+        self._admission = Admission(self.name, secret, options, lambda sock: self.hand_over(ANCHOR, sock))
         self._sending = False  # from the moment a snapshot is taken from the slot until it has arrived
         self._sending_since = 0.0
         self.num_batches = num_batches
-        self.generation = self.num_replaced = self.num_refused = 0
+        self.generation = self.num_replaced = 0
         self.peer_pid: int | None = None
         self.transfer_seconds: float | None = None
 
     # The training loop: none of these waits, but for those that say so.
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that did not know the secret or came while an anchor was there."""
+        return self._admission.num_refused
 
     @property
     def connected(self) -> bool:
@@ -218,42 +219,7 @@ class FastLink(Pump):
         self._changed.set()
 
     def knocked(self, sock: socket.socket) -> None:
-        if not self._handshakes.acquire(blocking=False):
-            close_socket(sock)
-            return
-        threading.Thread(target=self._admit, args=(sock,), daemon=True).start()
-
-    def _admit(self, sock: socket.socket) -> None:
-        """A handshake, in a thread of its own: a stranger's silence must not hold the anchor up."""
-        claims: list[bool] = []
-
-        def admit() -> bool:
-            with self._admission:
-                claims.append(not self._admitted)
-                self._admitted = True
-            return claims[0]
-
-        peer = "someone"
-        try:
-            peer = sock.getpeername()[0]
-            tune(sock, self.options)
-            greet(sock, self._secret, admit, self.options.handshake_seconds)
-            self.hand_over(ANCHOR, sock)
-        except OSError as error:
-            if any(claims):  # the connection broke after it was admitted
-                self._admitted = False
-            close_socket(sock)
-            if isinstance(error, SecretError | HandshakeError):
-                self._count_refusal(peer, error)
-        finally:
-            self._handshakes.release()
-
-    def _count_refusal(self, peer: str, error: OSError) -> None:
-        with self._admission:
-            self.num_refused += 1
-            count = self.num_refused
-        if count & (count - 1) == 0:  # 1, 2, 4, ...: a stranger must not fill the log
-            logger.warning("%s refused a connection from %s (%d so far): %s", self.name, peer, count, error)
+        self._admission.knocked(sock)
 
     def begun(self, key: str, connection: Connection) -> None:
         self.generation += 1
@@ -266,7 +232,7 @@ class FastLink(Pump):
         self._changed.set()
 
     def lost(self, key: str, reason: str) -> None:
-        self._admitted = False
+        self._admission.free()
         self._forget_sending()
         if not self._closing.is_set():
             logger.warning("%s lost its anchor (generation %d): %s", self.name, self.generation, reason)
