@@ -88,7 +88,7 @@ def fit_boundaries(engine: MeshEngine, batches: list[Batch], rows: int, accumula
         for chunk, stage in parts.stages.items()
         if stage.receive is not None
     }
-    if boundary.predictor == "token" and len(batches) < 2:
+    if boundary.predictor == "token" and len(batches) < 2 and engine.topology.rank == 0:
         logger.warning(
             "The calibration saw one batch only, so that the token predictor cannot be checked and the channel mean is "
             "used instead: raise calibration_tokens to two batches or more, of which the training set must have as many"

@@ -245,7 +245,8 @@ def _load_boundaries(engine: MeshEngine, folder: Path, calibrated: list | None) 
     # All ranks must decide alike, those without a receiving boundary too: calibration is a pass through all stages.
     same_cut = load_mesh_info(folder)["mesh"]["layers_per_chunk"] == layers_of(engine)
     if calibrated != fitted_for(engine.boundary) or not same_cut:
-        logger.warning("%s was written with other boundaries: they are calibrated anew", folder)
+        if engine.topology.rank == 0:
+            logger.warning("%s was written with other boundaries: they are calibrated anew", folder)
         return
     saved: dict[str, torch.Tensor] = {}
     for path in sorted((folder / MESH_STATE).glob("rank-*.json")):

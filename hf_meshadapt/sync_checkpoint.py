@@ -57,9 +57,10 @@ def load_sync_state(engine: MeshEngine, folder: Path, optimizer: torch.optim.Opt
     values = read_json(path) if path.exists() else None
     usable = values is not None and values["written_for"] == written_for(engine)
     if engine.sum_over_ranks([float(usable)]) != [float(engine.mesh.num_ranks if engine.groups else 1)]:
-        logger.warning(
-            "%s was written by another mesh or dp_sync: error feedback and the outer optimizer start anew", folder
-        )
+        if engine.topology.rank == 0:
+            logger.warning(
+                "%s was written by another mesh or dp_sync: error feedback and the outer optimizer start anew", folder
+            )
         return
     tensors = load_file(path.with_suffix(".safetensors"))
     engine.replication.load_state_dict({n: t for n, t in tensors.items() if not n.startswith("inner/")})
