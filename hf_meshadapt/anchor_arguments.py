@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .anchor.blockwise import CODE_BITS
+from .anchor.budget import ANCHOR_BUDGET
 from .anchor.config import CIRCUITS, AnchorConfig, read_endpoint
 from .anchor_checks import SPECTRAL_FIELDS, AnchorChecks
 from .presets import BOUNDARY_FIELDS, user_error
@@ -53,7 +54,18 @@ class AnchorArguments(AnchorChecks):
     )
     anchor_every: int | None = field(
         default=None,
-        metadata={"help": "Optimizer steps between two snapshots, K. Default: 10. Above about 30 priors are too old."},
+        metadata={
+            "help": "Optimizer steps between two snapshots, K. Default: chosen after the first step, by anchor_budget, "
+            "from 10 up to where a prior would reach max_staleness_steps before the next one is in use (23 by default); 10 "
+            "without a pipeline. Above about 30 priors are too old."
+        },
+    )
+    anchor_budget: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of what the pipeline would send uncoded that snapshots, priors and fits may take: the least "
+            "anchor_every that keeps it is chosen. Default: 0.25. Not together with anchor_every."
+        },
     )
     anchor_batches: int | None = field(
         default=None,
@@ -187,7 +199,8 @@ class AnchorArguments(AnchorChecks):
         if not self.has_anchor:
             return None
         return AnchorConfig(
-            anchor_every=self.anchor_every or 10,
+            anchor_every=self.anchor_every,
+            budget=ANCHOR_BUDGET if self.anchor_budget is None else self.anchor_budget,
             anchor_batches=self.anchor_batches or 1,
             seed=self.seed + 1 if self.anchor_seed is None else self.anchor_seed,
             snapshot_bits=self.anchor_snapshot_bits or CODE_BITS[0],
@@ -210,7 +223,7 @@ class AnchorArguments(AnchorChecks):
         values = {"rule": "two_sided" if paper else "diagonal", **given}
         if paper and values["rule"] in FILTER_RULES:
             values = {**PAPER_FILTER, **values}
-        values["refresh_steps"] = min(REFRESH_STEPS, self.anchor_every or 10)
+        values["refresh_steps"] = min(REFRESH_STEPS, self.anchor_every or REFRESH_STEPS)
         try:
             config = SpectralConfig(**values)
         except ValueError as error:

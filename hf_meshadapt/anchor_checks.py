@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from .anchor.blockwise import CODE_BITS
+from .anchor.budget import LEAST_CHOSEN
 from .anchor.config import CIRCUITS, read_endpoint
 from .presets import user_error
 
@@ -18,7 +21,14 @@ SPECTRAL_FIELDS = {
     "max_staleness_steps": "max_staleness",
     "ramp_steps": "ramp_steps",
 }
-ANCHOR_FIELDS = ("anchor_every", "anchor_batches", "anchor_seed", "anchor_snapshot_bits", "anchor_calibrates")
+ANCHOR_FIELDS = (
+    "anchor_every",
+    "anchor_budget",
+    "anchor_batches",
+    "anchor_seed",
+    "anchor_snapshot_bits",
+    "anchor_calibrates",
+)
 LINK_FIELDS = ("anchor_deterministic", "anchor_rate_bits_per_second", "fast_endpoint")
 
 
@@ -37,9 +47,10 @@ class AnchorChecks:
             self._refuse_without_anchor()
             return
         self._check_anchor_ranges()
+        self._check_anchor_budget()
         self._check_anchor_calibrates()
         self._check_endpoint()
-        config, every = self.spectral_config(), self.anchor_config().anchor_every
+        config, every = self.spectral_config(), self.anchor_every or LEAST_CHOSEN
         if every + config.refresh_steps > config.max_staleness:
             raise user_error(
                 "max_staleness_steps", config.max_staleness, f"with anchor_every={every} no prior would be used: it is "
@@ -82,6 +93,25 @@ class AnchorChecks:
                 "circuit's cut and the state of its codecs at the snapshot. An anchor has neither: it is cut as it likes, "
                 "and snapshots are of weights alone. Use blend, or SpectralCorrection by itself"
             )
+
+    def _check_anchor_budget(self) -> None:
+        budget = self.anchor_budget
+        if budget is None:
+            return
+        if not 0 < budget < math.inf:
+            raise user_error(
+                "anchor_budget", budget, "must be a share above 0", "Use 0.25 for a quarter, or leave it unset"
+            )
+        if self.anchor_every is not None:
+            raise user_error(
+                "anchor_budget", budget, f"anchor_every={self.anchor_every} says how often already",
+                "Leave one of them unset",
+            )  # fmt: skip
+        if self.pipeline_stages == 1:
+            raise user_error(
+                "anchor_budget", budget, "with pipeline_stages=1 there is no pipeline to compare with",
+                "Set anchor_every, or leave it unset",
+            )  # fmt: skip
 
     def _check_anchor_calibrates(self) -> None:
         if self.anchor_calibrates and not self.calibrated_by_anchor:

@@ -113,8 +113,8 @@ class MeshEngine(PipelineGradients):
             where = (device, self.topology.describe(), self.data_parallel)
             check_resident(weights, layout, self.mesh, self.boundary, self.topology.stage, optimizer, *where)
 
-        stage = self.topology.stage
-        trained, self._cut = take_model(model, dtype, self.mesh, stage, check_memory, peft_config, seed)
+        stage, freeze_tied = self.topology.stage, self.data_parallel.freeze_tied
+        trained, self._cut = take_model(model, dtype, self.mesh, stage, check_memory, peft_config, seed, freeze_tied)
         self._adapter = trained if trained is not self._cut[0] else None
         return trained
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from .schedule import AnchorSchedule
+from .budget import ANCHOR_BUDGET
+from .schedule import UNDECIDED, AnchorSchedule
 
 CIRCUITS = ("fast", "anchor")
 MAX_PORT = 65535
@@ -57,7 +58,8 @@ class AnchorConfig:
     """What an anchor does and when.
 
     Attributes:
-        anchor_every: optimizer steps from one snapshot to the next, K.
+        anchor_every: optimizer steps from one snapshot to the next, K; None where it is not chosen yet.
+        budget: of what the pipeline would send uncoded, what K is chosen to keep.
         anchor_batches: passes per snapshot, whose gradients are averaged.
         seed: of the order in which the anchor reads the data.
         snapshot_bits: per weight of every snapshot but the first, 8 or 4.
@@ -67,7 +69,8 @@ class AnchorConfig:
         rate_bits_per_second: limit of every link between the circuits, each way; None for none.
     """
 
-    anchor_every: int = 10
+    anchor_every: int | None = None
+    budget: float = ANCHOR_BUDGET
     anchor_batches: int = 1
     seed: int = 0
     snapshot_bits: int = 8
@@ -78,4 +81,4 @@ class AnchorConfig:
 
     @property
     def schedule(self) -> AnchorSchedule:
-        return AnchorSchedule(self.anchor_every, self.deterministic)
+        return AnchorSchedule(self.anchor_every or UNDECIDED, self.deterministic)

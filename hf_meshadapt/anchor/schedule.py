@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 NO_VERSION = -1
-# Of what the pipeline would send uncoded, what an anchor should not exceed without its user knowing.
-MAX_ANCHOR_SHARE = 0.25
+# In place of an interval that is not chosen yet: the snapshot before the first step is then the only one.
+UNDECIDED = 2**62
 
 
 def agree(held_versions: Sequence[Collection[int]], applied_version: int = NO_VERSION) -> int:
@@ -185,10 +185,14 @@ class AnchorTraffic:
     fit_bytes: tuple[int, ...] = ()
     calibration_every: int = 1
 
-    def bytes_per_step(self, anchor_every: int) -> float:
-        """Of the anchor axis, both directions, spread over the steps of a round; first snapshots come on top."""
+    def bytes_per_step(self, anchor_every: int, replicas: int = 1) -> float:
+        """Of the anchor axis, both directions, spread over the steps of a round; first snapshots come on top.
+
+        Args:
+            replicas: that get every prior; the first passes it on to the others.
+        """
         returned = (self.returned_per_step(stage, anchor_every) for stage in range(len(self.prior_bytes)))
-        return sum(self.snapshot_bytes) / anchor_every + sum(returned)
+        return sum(self.snapshot_bytes) / anchor_every + replicas * sum(returned)
 
     def returned_per_step(self, stage: int, anchor_every: int) -> float:
         """Bytes of a stage's priors and fits, spread over the steps of a round."""
@@ -233,22 +237,4 @@ def interval_warning(
         f"anchor_every={anchor_every} is too small for the link: {cause}, {anchor_every} steps of {step_seconds:.2f} s "
         f"take {anchor_every * step_seconds:.1f} s. Snapshots will be about {needed_steps} steps apart; set "
         f"anchor_every={needed_steps}, or send fewer bits per weight and factors of a lower rank"
-    )
-
-
-def bytes_warning(anchor_bytes: float, dense_bytes: float, anchor_every: int) -> str | None:
-    """What to tell a user whose anchor costs more than `MAX_ANCHOR_SHARE` of the pipeline; None where all is well.
-
-    Args:
-        anchor_bytes: of the anchor's axis in an optimizer step, on average.
-        dense_bytes: of the pipeline's axis, if nothing were coded; 0 where there is no pipeline to compare with.
-    """
-    share = anchor_bytes / dense_bytes if dense_bytes else 0.0
-    if share <= MAX_ANCHOR_SHARE:
-        return None
-    return (
-        f"the anchor takes {anchor_bytes / 1e6:.3g} MB per step, {share:.0%} of what the pipeline would send uncoded "
-        f"({dense_bytes / 1e6:.3g} MB): more than {MAX_ANCHOR_SHARE:.0%}. Set anchor_every to "
-        f"{math.ceil(anchor_every * share / MAX_ANCHOR_SHARE)}, make batches larger, or send fewer bits "
-        "(anchor_snapshot_bits) and factors of a lower prior_rank"
     )

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..anchor.schedule import NO_VERSION, AnchorHistory, AnchorTraffic
-from ..anchor.snapshot import snapshot_bytes
+from ..anchor.budget import LEAST_CHOSEN
+from ..anchor.schedule import NO_VERSION, AnchorHistory
 from ..gradients import clip_coefficient
-from ..planner import AnchorPlan
-from ..spectral.config import prior_rank, prior_values
 from ..spectral.optimizer import SpectralCorrection
 from ..spectral.priors import Priors
 from .checkpoint import AnchorState, load_anchor_files, save_anchor_files
 from .fitting import Fitting
 from .prior import Prior
+from .sizes import plan_anchor
+from .traffic import chosen_interval
 
 logger = logging.getLogger(__name__)
-
-PRIOR_VALUE_BYTES = 2  # bfloat16
 
 
 class NoAnchor:
@@ -109,17 +107,19 @@ class Anchored(NoAnchor):
     def __init__(self, trainer):
         super().__init__(trainer)
         self.config, self.spectral = self.args.anchor_config(), self.args.spectral_config()
-        self.schedule = self.config.schedule
         self.named = self.engine.parts.stored_trainable()
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named}
         self.optimizer: SpectralCorrection | None = None
-        self.engine.anchor_plan, self._share_corrected = self._plan()
+        self.engine.anchor_plan, self._share_corrected = plan_anchor(
+            self.engine, self.config, self.spectral, self.shapes
+        )
         self.calibrates = self.args.calibrated_by_anchor
         self.fitting = Fitting(self.engine, self.args)
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew: a further run counts its steps from the start."""
+        """Begins anew: a further run counts its steps from the start, and chooses what it was not given."""
+        self._set_interval(self.args.anchor_every)
         self.history = AnchorHistory()
         self.pending: dict[int, Prior] = {}
         self.received_version, self.num_batches = NO_VERSION, 0
@@ -129,45 +129,11 @@ class Anchored(NoAnchor):
             self.optimizer.priors = Priors(self.named, self.spectral)
             self.optimizer.num_live_steps, self.optimizer.stepped_version = 0, None
 
-    def _plan(self) -> tuple[AnchorPlan, float]:
-        """Bytes of a snapshot and a prior, and the share of the model's entries that have one.
-
-        Raises:
-            NotImplementedError: see `spectral.config.prior_rank`; on all stages.
-        """
-        mine = {}
-        for chunk, stage in self.engine.parts.stages.items():
-            try:
-                mine[chunk] = self._sizes(self._shapes_of(stage.owned_names))
-            except NotImplementedError as error:
-                mine[chunk] = str(error)
-        chunks, mesh = self.engine.share(mine), self.engine.mesh
-        for sizes in chunks.values():
-            if isinstance(sizes, str):
-                raise NotImplementedError(sizes)
-        by_stage = [
-            [sum(column) for column in zip(*(chunks[chunk] for chunk in range(stage, mesh.num_chunks, mesh.stages)))]
-            for stage in range(mesh.stages)
-        ]
-        snapshots, priors, held, entries = zip(*by_stage)
-        plan = AnchorPlan(AnchorTraffic(tuple(snapshots), tuple(priors)), self.config.anchor_every)
-        return plan, sum(held) / sum(entries)
-
-    def _sizes(self, shapes: dict[str, tuple[int, ...]]) -> list[int]:
-        """Of these parameters: bytes of a snapshot and of a prior, entries with a prior, entries."""
-        values = sum(prior_values(self.spectral, name, shape) for name, shape in shapes.items())
-        held = [shape for name, shape in shapes.items() if prior_rank(self.spectral, name, shape) is not None]
-        return [
-            snapshot_bytes(shapes, self.config.snapshot_bits),
-            PRIOR_VALUE_BYTES * values,
-            sum(map(math.prod, held)),
-            sum(map(math.prod, shapes.values())),
-        ]
-
-    def _shapes_of(self, names: list[str]) -> dict[str, tuple[int, ...]]:
-        copies = self.engine.parts.stored_name_of_copy()
-        stored = (copies.get(name, name) for name in names)
-        return {name: self.shapes[name] for name in stored if name in self.shapes}
+    def _set_interval(self, anchor_every: int | None) -> None:
+        """None: it is chosen after the first step."""
+        self.config = replace(self.config, anchor_every=anchor_every)
+        self.schedule = self.config.schedule
+        self.engine.anchor_plan = replace(self.engine.anchor_plan, anchor_every=anchor_every or LEAST_CHOSEN)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -214,6 +180,8 @@ class Anchored(NoAnchor):
         if version is not None and version != self.history.applied_version:
             self.history.applied(version)
         self.history.stepped(self.optimizer.num_steps - 1, live=self.optimizer.metrics()["weight"] > 0)
+        if self.config.anchor_every is None:
+            self._set_interval(chosen_interval(self.trainer, self.config, self.spectral))
 
     # Figures ---------------------------------------------------------------------------------------------------------
 
@@ -249,6 +217,7 @@ class Anchored(NoAnchor):
             {
                 "rule": self.spectral.rule,
                 "anchor_every": self.config.anchor_every,
+                "anchor_every_chosen": self.args.anchor_every is None,
                 "effective_anchor_every": history.effective_anchor_every,
                 "num_snapshots": history.num_snapshots,
                 "num_priors": history.num_applied,
@@ -271,6 +240,7 @@ class Anchored(NoAnchor):
             pending=self.pending if self.config.deterministic else {},
             reference=self.reference_now(),
             plain={
+                "anchor_every": self.config.anchor_every,
                 "history": self.history.state_dict(),
                 "received_version": self.received_version,
                 "num_batches": self.num_batches,
@@ -289,6 +259,8 @@ class Anchored(NoAnchor):
             logger.warning("%s was written without an anchor: there is no prior until the first one comes", folder)
             return
         self.optimizer.load_spectral_state(*state.spectral)
+        if self.args.anchor_every is None:
+            self._set_interval(state.plain.get("anchor_every", LEAST_CHOSEN))
         self.history.load_state_dict(state.plain["history"])
         self.received_version, self.num_batches = state.plain["received_version"], state.plain["num_batches"]
         self.reference = state.reference

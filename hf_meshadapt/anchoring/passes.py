@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ..anchor.budget import LEAST_CHOSEN
 from ..batches import checked, source_of, tensors_of
 from ..pipeline.microbatch import batch_digest
 from .data import AnchorBatches, StreamBatches, anchor_batches
@@ -30,7 +31,9 @@ class AnchorPasses:
         rows, config, every = args.per_device_train_batch_size, args.anchor_config(), 1
         if config is not None:  # None: gradients as an anchor would take them, for a diagnosis
             # Of a stream, so that it goes through it as fast as a replica does, whose batches are so many for one of ours.
-            every = max(1, config.anchor_every * args.gradient_accumulation_steps // config.anchor_batches)
+            # Not by an interval that is chosen: the anchor's own launch does not know it.
+            anchor_every = config.anchor_every or LEAST_CHOSEN
+            every = max(1, anchor_every * args.gradient_accumulation_steps // config.anchor_batches)
         return anchor_batches(source_of(dataloader), dataloader.collate_fn, rows, seed, num_taken, every)
 
     def gradients(self, weights: dict[str, Tensor], batch) -> dict[str, Tensor]:

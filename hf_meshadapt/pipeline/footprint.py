@@ -101,12 +101,15 @@ def check_resident(
     check_fits(plan, *device_memory(device), where)
 
 
-def outline_weights(whole: nn.Module, mesh: MeshConfig, stage: int, dtype: torch.dtype | None = None) -> RankWeights:
+def outline_weights(
+    whole: nn.Module, mesh: MeshConfig, stage: int, dtype: torch.dtype | None = None, freeze_tied: bool = False
+) -> RankWeights:
     """What a rank will hold of a model, before anything is loaded or cut.
 
     Args:
         whole: the whole model; may be on meta.
         dtype: of the weights; by default each as it is.
+        freeze_tied: a matrix that is embedding and head at once will not be trained.
     """
     layout = find_layout(whole)
     spans, chunks = plan_spans(whole, layout, mesh), local_chunks(mesh, stage)
@@ -114,6 +117,7 @@ def outline_weights(whole: nn.Module, mesh: MeshConfig, stage: int, dtype: torch
     ends = [f"{layout.embedding}."] if 0 in chunks else []
     ends += [f"{layout.head}."] if mesh.num_chunks - 1 in chunks and layout.head else []
     leftovers = set(leftover_names(whole, layout))
+    frozen = {layout.embedding_weight, layout.head_weight} if freeze_tied and layout.tied else set()
     held, own = tuple(prefixes + ends), []
     seen: set[int] = set()
     for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -121,7 +125,7 @@ def outline_weights(whole: nn.Module, mesh: MeshConfig, stage: int, dtype: torch
         if (name.startswith(held) or name in leftovers) and (mesh.num_chunks > 1 or id(parameter) not in seen):
             seen.add(id(parameter))
             size = parameter.numel() * (dtype or parameter.dtype).itemsize
-            own.append((size, parameter.requires_grad))
+            own.append((size, parameter.requires_grad and name not in frozen))
     trainable = [size for size, trained in own if trained]
     buffers = sum(b.numel() * b.element_size() for n, b in whole.named_buffers() if not n.startswith(layout.layers))
     return RankWeights(sum(size for size, _ in own) + buffers, sum(trainable), max(trainable, default=0))

@@ -30,6 +30,7 @@ def take_model(
     check_memory: Callable[[RankWeights, ModelLayout], None] = lambda weights, layout: None,
     peft_config=None,
     seed: int = 0,
+    freeze_tied: bool = False,
 ) -> tuple[nn.Module, Cut]:
     """Loads (from a name or folder) or cuts in place (a whole model) the part of one stage, if it can be cut at all.
 
@@ -39,6 +40,7 @@ def take_model(
         check_memory: is told what this rank will hold, before weights are read or moved; raises if that is too much.
         peft_config: puts adapters on the model.
         seed: of these adapters' first values, which depend neither on the cut nor on how the model is given.
+        freeze_tied: what `check_memory` is told counts a matrix that is embedding and head at once as not trained.
 
     Returns:
         What is trained: the model with the parts of other stages removed, or the `PeftModel` around it. And the cut:
@@ -57,7 +59,8 @@ def take_model(
     if peft_config is not None:
         # Of a name only the outline, to be counted and cut: what is loaded gets adapters of its own.
         adapter = add_adapters(whole, copy.deepcopy(peft_config) if named else peft_config, seed)
-    check_memory(outline_weights(whole, mesh, stage, _stored_dtype(whole, dtype) if named else None), layout)
+    stored_dtype = _stored_dtype(whole, dtype) if named else None
+    check_memory(outline_weights(whole, mesh, stage, stored_dtype, freeze_tied), layout)
     if not named:
         cut = cut_model(whole, mesh, stage)
     elif peft_config is None:

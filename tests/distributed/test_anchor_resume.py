@@ -60,10 +60,17 @@ RESUMED = {
         ),
     ),
     "3x1+2": (3, 4, "llama_tied", dict(pipeline_stages=3, num_anchors=2, correction_rule="blend", anchor_batches=2)),
-    "2x1, dropout": (2, 6, "llama_tied", dict(pipeline_stages=2, dropout=0.2)),
+    "2x1, dropout": (
+        2, 13, "llama_tied",
+        dict(pipeline_stages=2, dropout=0.2, anchor_every=None, anchor_budget=0.42, max_steps=17),
+    ),
+    # Of nobody's interval, which is 15: a prior is being taken in.
     "2x2+1, accumulation, bf16": (
-        4, 4, "llama_tied",
-        dict(pipeline_stages=2, gradient_accumulation_steps=2, bf16=True, preset="anchored", calibration_tokens=300),
+        4, 16, "llama_tied",
+        dict(
+            pipeline_stages=2, gradient_accumulation_steps=2, bf16=True, preset="anchored", calibration_tokens=300,
+            anchor_every=None, max_steps=20,
+        ),
     ),
     # Of one cut: where boundaries lie elsewhere, bfloat16 is rounded elsewhere.
     "2x1+2, bf16, no gradients, stream": (

@@ -41,11 +41,20 @@ APART = dict(
 CASES = {
     "3x1+2": (
         3, "llama_tied",
-        dict(pipeline_stages=3, num_anchors=2, mask_ratio=0.5, correction_rule="blend", anchor_batches=2, tolerance=1e-6),
+        dict(
+            pipeline_stages=3, num_anchors=2, mask_ratio=0.5, correction_rule="blend", anchor_batches=2, tolerance=1e-6,
+            anchor_every=None, max_steps=17,
+        ),
     ),
     "2x1": (2, "llama_tied", dict(**CALIBRATED, correction_rule="blend", anchor_batches=2)),
     "2x2": (4, "llama_tied", CALIBRATED),
-    "masked": (2, "llama_tied", dict(pipeline_stages=2, mask_ratio=0.5, correction_rule="blend", anchor_batches=2)),
+    "masked": (
+        2, "llama_tied",
+        dict(
+            pipeline_stages=2, mask_ratio=0.5, correction_rule="blend", anchor_batches=2, anchor_every=None,
+            anchor_budget=0.42, max_steps=17,
+        ),
+    ),
     "masked mean": (
         4, "gpt2",
         dict(pipeline_stages=2, mask_ratio=0.5, boundary_predictor="mean", calibration_tokens=300, calibration_every=4),
@@ -88,6 +97,9 @@ def test_a_deterministic_run_is_that_of_one_process(case, tmp_path):
     emulated = train_fast(0, folder=tmp_path, kind=kind, data_parallel_replicas=replicas, **options)
     assert_same_run(ranks, emulated, tolerance)
     assert any(row["weight"] > 0 for row in emulated["metrics"])
+    every = options["anchor_every"]
+    assert emulated["report"]["anchor"]["anchor_every_chosen"] == (every is None)
+    assert 10 < emulated["report"]["anchor"]["anchor_every"] < 23 or every == 3
     # Of eight steps: snapshots before the first, fourth and seventh, two of which come in time.
     asked = options.get("calibration_every")
     assert emulated["report"]["anchor"]["num_calibrations"] == {None: 0, 1: 2, 4: 1}[asked]
@@ -143,10 +155,11 @@ def test_all_ranks_take_a_prior_at_the_same_step_and_its_bytes_are_metered(sync,
 
 
 def test_without_its_anchor_a_run_is_one_without_priors(tmp_path, capfd):
-    """The first log says that the link is too slow for what is asked of it, and that it is much beside the pipeline; the
-    first step that no anchor is there."""
+    """The first step says that it is much beside the pipeline, however rarely it comes, and that no anchor is there; the
+    first log that the link is too slow for what is asked of it."""
     torch.set_num_threads(1)
-    options = {**ANCHOR, "pipeline_stages": 2, "anchor_every": 1, "max_steps": 3, "anchor_rate_bits_per_second": 2e4}
+    chosen = {"anchor_every": None, "anchor_budget": 0.2, "max_staleness_steps": 26}
+    options = {**ANCHOR, **chosen, "pipeline_stages": 2, "max_steps": 3, "anchor_rate_bits_per_second": 1e4}
     endpoint = f"127.0.0.1:{free_ports(2)}"
     ranks = fork(train_fast, 2, folder=tmp_path, kind="llama_tied", fast_endpoint=endpoint, **options)
     plain = mesh_trainer(
@@ -159,8 +172,10 @@ def test_without_its_anchor_a_run_is_one_without_priors(tmp_path, capfd):
     assert steps_of(ranks, "weight") == [0, 0, 0]
     assert ranks[0]["report"]["anchor"]["num_snapshots"] == 0 == ranks[0]["logs"][0]["anchor_connected"]
     much, slow = ranks[0]["warnings"]
-    assert slow.startswith("anchor_every=1 is too small for the link") and not ranks[1]["warnings"]
+    assert slow.startswith("anchor_every=11 is too small for the link") and not ranks[1]["warnings"]
     assert much.startswith("the anchor takes ") and "of what the pipeline would send uncoded" in much
+    assert "anchor_every=11 was chosen and is bounded by max_staleness_steps=26" in much
+    assert all(rank["report"]["anchor"]["anchor_every"] == 11 for rank in ranks)
     assert capfd.readouterr().out.count("step 1: no anchor connected yet\n") == 1
 
 

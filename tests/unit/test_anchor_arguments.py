@@ -24,6 +24,13 @@ REFUSED = [
     ({**ON, "fast_endpoint": "10.0.0.1"}, "fast_endpoint='10.0.0.1'", "203.0.113.7:29600"),
     ({**ON, "fast_endpoint": "10.0.0.1:65535"}, "fast_endpoint='10.0.0.1:65535'", "Use a lower port"),
     ({**ON, "anchor_every": 0}, "anchor_every=0", "Use 1"),
+    ({"anchor_budget": 0.5}, "anchor_budget=0.5", "Set anchor=True"),
+    ({**ON, "anchor_budget": 0}, "anchor_budget=0", "Use 0.25"),
+    ({**ON, "anchor_budget": float("nan")}, "anchor_budget=nan", "Use 0.25"),
+    ({**ON, "anchor_budget": float("inf")}, "anchor_budget=inf", "Use 0.25"),
+    ({**ON, "anchor_budget": 0.5, "anchor_every": 5}, "anchor_budget=0.5", "Leave one of them unset"),
+    ({"anchor": True, "pipeline_stages": 1, "anchor_budget": 0.5}, "anchor_budget=0.5", "Set anchor_every"),
+    ({**ON, "max_staleness_steps": 13}, "max_staleness_steps=13", "Take snapshots more often"),
     ({**ON, "anchor_batches": 0}, "anchor_batches=0", "Use 1"),
     ({**ON, "anchor_snapshot_bits": 2}, "anchor_snapshot_bits=2", "8, 4"),
     ({**ON, "anchor_rate_bits_per_second": 0}, "anchor_rate_bits_per_second=0", "Use 20e6"),
@@ -83,7 +90,8 @@ def test_presets_choose_the_filter(make_arguments):
         rule="blend"
     )
     # A prior is in use before the next one comes.
-    assert [make_arguments(**ON, anchor_every=k).spectral_config().refresh_steps for k in (1, 3, 20)] == [1, 3, 4]
+    intervals = (1, 3, 20, None)
+    assert [make_arguments(**ON, anchor_every=k).spectral_config().refresh_steps for k in intervals] == [1, 3, 4, 4]
 
 
 def test_the_papers_preset_has_an_anchor_where_there_can_be_one(make_arguments, monkeypatch):
@@ -112,7 +120,8 @@ def test_an_anchor_calibrates_what_is_calibrated_unless_told_otherwise(make_argu
 
 def test_anchor_config_holds_what_was_given(make_arguments):
     config = make_arguments(**ON, seed=5).anchor_config()
-    assert (config.anchor_every, config.anchor_batches, config.seed, config.snapshot_bits) == (10, 1, 6, 8)
+    assert (config.anchor_every, config.anchor_batches, config.seed, config.snapshot_bits) == (None, 1, 6, 8)
+    assert (config.budget, make_arguments(**ON, anchor_budget=2).anchor_config().budget) == (0.25, 2)
     assert config.deterministic and config.endpoint is None  # one process is always exactly K steps late
     options = dict(anchor_every=4, anchor_batches=3, anchor_seed=0, anchor_snapshot_bits=4, **ENDPOINT)
     config = make_arguments(**ON, **options, circuit="anchor", anchor_rate_bits_per_second=2e7).anchor_config()

@@ -11,7 +11,6 @@ from hf_meshadapt.anchor.schedule import (
     AnchorTraffic,
     agree,
     agree_on_next,
-    bytes_warning,
     interval_warning,
     tell,
 )
@@ -133,7 +132,7 @@ def test_arguments_are_checked(arguments, said):
 
 def test_bytes_per_step_and_the_warning():
     traffic = AnchorTraffic(snapshot_bytes=(10_000_000, 20_000_000), prior_bytes=(1_000_000, 2_000_000))
-    assert traffic.bytes_per_step(10) == 3_300_000
+    assert traffic.bytes_per_step(10) == 3_300_000 and traffic.bytes_per_step(10, replicas=2) == 3_600_000
     assert traffic.round_seconds(20e6) == 8
     assert interval_warning(traffic, 10, step_seconds=0.8, link_bits_per_second=20e6) is None
     text = interval_warning(traffic, 10, step_seconds=0.5, link_bits_per_second=20e6)
@@ -142,13 +141,6 @@ def test_bytes_per_step_and_the_warning():
     text = interval_warning(traffic, 10, step_seconds=0.5, link_bits_per_second=200e6, pass_seconds=12.0)
     assert "the anchor's passes take 12.0 s" in text and "set anchor_every=24" in text
     assert AnchorTraffic((), ()).round_seconds(1e6) == 0
-
-
-def test_an_anchor_that_costs_more_than_a_quarter_of_the_pipeline_is_told():
-    assert bytes_warning(25e6, 100e6, 10) is None and bytes_warning(5e6, 0, 10) is None
-    warning = bytes_warning(60e6, 100e6, 10)
-    assert warning.startswith("the anchor takes 60 MB per step, 60% of what the pipeline would send uncoded (100 MB)")
-    assert "Set anchor_every to 24," in warning
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ PURE = [
     "anchor/blockwise.py",
     "anchor/snapshot.py",
     "anchor/schedule.py",
+    "anchor/budget.py",
     "anchor/config.py",
     "anchor/attachment.py",
     "pipeline/partition.py",

@@ -101,8 +101,8 @@ def test_priors_come_when_they_should(tmp_path, capsys):
     assert 0 < logs[1]["gradient_in_prior"] <= 1 and -1 <= logs[1]["gradient_prior_cosine"] <= 1
     report = trainer.mesh_report()
     assert report["anchor"] == {
-        "rule": "diagonal", "anchor_every": 3, "effective_anchor_every": 3.0, "num_snapshots": 4, "num_priors": 2,
-        "num_steps": 10, "num_live_steps": 5, "mean_prior_age_steps": 5.8,
+        "rule": "diagonal", "anchor_every": 3, "anchor_every_chosen": False, "effective_anchor_every": 3.0,
+        "num_snapshots": 4, "num_priors": 2, "num_steps": 10, "num_live_steps": 5, "mean_prior_age_steps": 5.8,
         "snapshot_bytes": report["anchor"]["snapshot_bytes"], "prior_bytes": report["anchor"]["prior_bytes"],
         "num_calibrations": 0, "calibration_bytes": 0,
     }  # fmt: skip

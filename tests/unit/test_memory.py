@@ -168,6 +168,25 @@ def test_half_precision_halves_the_weights():
     assert half.trainable * 2 == single.trainable
 
 
+def test_a_tied_matrix_that_is_not_trained_counts_as_frozen():
+    for name, num_tied in (("llama", 1), ("stablelm", 0)):
+        model = make_architecture(name)
+        tied_bytes = num_tied * model.get_input_embeddings().weight.numel() * 4
+        for stages in (1, 2, 3):
+            for stage in range(stages):
+                trained, frozen = (
+                    outline_weights(model, MeshConfig(stages=stages), stage, freeze_tied=freeze)
+                    for freeze in (False, True)
+                )
+                ends = stage == 0 or stage == stages - 1
+                assert frozen.weights == trained.weights
+                assert trained.trainable - frozen.trainable == (tied_bytes if ends else 0)
+    model = make_architecture("llama")
+    for parameter in model.get_input_embeddings().parameters():
+        parameter.requires_grad_(False)
+    assert outline_weights(model, MeshConfig(), 0) == outline_weights(model, MeshConfig(), 0, freeze_tied=True)
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -191,3 +210,12 @@ def test_the_trainer_refuses_before_loading(by_name, monkeypatch, tmp_path):
     match = r"rank 0 \(stage 0 of replica 0\) needs at least .* kB .*its device has 100 kB. Use more pipeline_stages"
     with pytest.raises(ValueError, match=match):
         MeshAdaptTrainer(model=model, args=args, train_dataset=Rows(4), data_collator=collate_fixed)
+
+
+def test_a_tied_matrix_that_stays_as_it_is_needs_no_gradient_and_no_optimizer_state(monkeypatch, tmp_path):
+    monkeypatch.setattr(footprint, "device_memory", lambda device: (690_000, None))
+    options = dict(output_dir=str(tmp_path), pipeline_stages=2, use_cpu=True, report_to="none")
+    data = dict(train_dataset=Rows(4), data_collator=collate_fixed)
+    with pytest.raises(ValueError, match="needs at least 727 kB"):
+        MeshAdaptTrainer(tiny_model("llama_tied"), MeshAdaptArguments(**options), **data)
+    MeshAdaptTrainer(tiny_model("llama_tied"), MeshAdaptArguments(**options, tied_embeddings="freeze"), **data)
