@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 
 from .config import MeshConfig
 from .figures import StepMeter
 from .fingerprints import Fingerprint, refuse_differences
 from .mesh import MeshGroups, MeshTopology
-from .metering import exchange_json
+from .metering import exchange_json, gather_tensors
 from .roll_call import missing_ranks
 from .waiting import Waiter, within
 
@@ -144,24 +143,8 @@ class Agreements:
         """
         if self.groups is None or self.mesh.replicas == 1:
             return [mine]
-        group = self.groups.replica_control
-        # Copies: safetensors refuses entries that share memory, as labels and the batch that they are part of do.
-        mine = {
-            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in mine.items()
-        }
-        payload = torch.frombuffer(bytearray(save(mine)), dtype=torch.uint8)
         with self.naming("rows of the evaluation from", self._replicas):
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.mesh.replicas)]
-            dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
-            if self.topology.replica:
-                dist.send(payload, group=group, group_dst=0)
-                return []
-            gathered = [mine]
-            for replica in range(1, self.mesh.replicas):
-                arrived = torch.empty(int(lengths[replica]), dtype=torch.uint8)
-                dist.recv(arrived, group=group, group_src=replica)
-                gathered.append(load(arrived.numpy().tobytes()))
-        return gathered
+            return gather_tensors(mine, self.groups.replica_control)
 
     def from_judge(self, value):
         """Gives all ranks the JSON-able value of the process that computes metrics; others' values are ignored."""

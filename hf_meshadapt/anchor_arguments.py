@@ -11,7 +11,7 @@ from .anchor.blockwise import CODE_BITS
 from .anchor.budget import ANCHOR_BUDGET
 from .anchor.config import CIRCUITS, AnchorConfig, read_endpoint
 from .anchor_checks import SPECTRAL_FIELDS, AnchorChecks
-from .presets import BOUNDARY_FIELDS, user_error
+from .presets import user_error
 from .spectral.config import FILTER_RULES, RULES, SpectralConfig
 
 # A prior must be in use before the next one comes.
@@ -81,9 +81,9 @@ class AnchorArguments(AnchorChecks):
     anchor_calibrates: bool | None = field(
         default=None,
         metadata={
-            "help": "The anchor's passes calibrate the boundaries anew, with the next prior after every calibration_every "
-            "steps, in place of passes of the mesh; those before the first step stay. Default: yes where boundaries are "
-            "calibrated, unless calibration_every is 0.",
+            "help": "The anchor's passes, in one process or several, calibrate the boundaries anew, with the next prior "
+            "after every calibration_every steps, in place of passes of the mesh; those before the first step stay. "
+            "Default: yes where boundaries are calibrated, unless calibration_every is 0.",
             "nargs": "?",
             "const": True,
         },
@@ -166,14 +166,14 @@ class AnchorArguments(AnchorChecks):
     )
 
     def _resolve_circuit(self) -> None:
-        """An anchor of several processes is a dense pipeline over them, whatever the fast circuit's mesh is."""
+        """An anchor of several processes is a pipeline over them, whatever the fast circuit's mesh is.
+
+        Nothing is coded in it; what the arguments say of boundaries, it fits those of the fast circuit by.
+        """
         if not (self.has_anchor and self.runs_anchor and self.launched_ranks > 1):
             return
         self.pipeline_stages, self.data_parallel_replicas, self.pipeline_microbatches = self.launched_ranks, None, None
         self.pipeline_chunks_per_rank, self.pipeline_schedule, self.pipeline_split = 1, "gpipe", None
-        for name in (*BOUNDARY_FIELDS, "calibration_tokens", "calibration_every", "anchor_calibrates"):
-            setattr(self, name, None)
-        self.boundary_codec = "none"
 
     @property
     def runs_anchor(self) -> bool:

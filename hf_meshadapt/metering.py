@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 
 from hf_meshadapt.planner import PLAN_AXES
 
@@ -201,3 +202,21 @@ def exchange_json(value, group: dist.ProcessGroup | None) -> list:
     everyone = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(everyone, padded, group=group)
     return [json.loads(bytes(data[: int(length)].tolist())) for data, length in zip(everyone, lengths)]
+
+
+def gather_tensors(mine: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> list[dict[str, torch.Tensor]]:
+    """Every rank's tensors by name, in rank order, on the group's first rank; nothing on the others. CPU tensors."""
+    # Copies: safetensors refuses entries that share memory, as labels and the batch that they are part of do.
+    mine = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in mine.items()}
+    payload = torch.frombuffer(bytearray(save(mine)), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
+    if dist.get_rank(group):
+        dist.send(payload, group=group, group_dst=0)
+        return []
+    gathered = [mine]
+    for rank, length in enumerate(lengths[1:], start=1):
+        arrived = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(arrived, group=group, group_src=rank)
+        gathered.append(load(arrived.numpy().tobytes()))
+    return gathered

@@ -69,3 +69,19 @@ def bytes_warning(
         f"({dense_bytes / 1e6:.3g} MB): more than {budget:.0%}. {remedy}, make batches larger or accumulate more of them, "
         "or send fewer bits (anchor_snapshot_bits=4) and factors of a lower prior_rank"
     )
+
+
+def unused_warning(num_steps: int, anchor_every: int, refresh_steps: int) -> str | None:
+    """What to tell a user whose run ends before its first prior is in use; None where all is well.
+
+    Args:
+        num_steps: of the run. A prior that comes as late as in a deterministic run is first in use in step
+            `anchor_every` + `refresh_steps`.
+    """
+    first = anchor_every + refresh_steps
+    if num_steps >= first:
+        return None
+    return (
+        f"no prior will correct a step of this run: the first is in use in step {first} (anchor_every={anchor_every}), and "
+        f"the run has {num_steps} steps. Set anchor_every to {max(1, num_steps // 4)}, or train longer"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..anchor.budget import LEAST_CHOSEN
+from ..anchor.budget import LEAST_CHOSEN, unused_warning
 from ..anchor.schedule import NO_VERSION, AnchorHistory
 from ..gradients import clip_coefficient
 from ..spectral.optimizer import SpectralCorrection
@@ -182,6 +182,10 @@ class Anchored(NoAnchor):
         self.history.stepped(self.optimizer.num_steps - 1, live=self.optimizer.metrics()["weight"] > 0)
         if self.config.anchor_every is None:
             self._set_interval(chosen_interval(self.trainer, self.config, self.spectral))
+        if self.history.num_steps == 1 and self.config.deterministic and self.engine.topology.rank == 0:
+            lengths = self.trainer.state.max_steps, self.config.anchor_every, self.spectral.refresh_steps
+            if warning := unused_warning(*lengths):
+                logger.warning(warning)
 
     # Figures ---------------------------------------------------------------------------------------------------------
 

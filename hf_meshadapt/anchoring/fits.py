@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ..boundary.transform import product_dtype
-from ..config import BoundaryConfig, MeshConfig
+from ..config import BoundaryConfig
 
 PREFIX = "fit"
 Fit = dict[str, Tensor]
 TRANSFORMS = ("forward", "backward")
 
 
-def boundaries_of(stage: int, mesh: MeshConfig) -> list[int]:
+def boundaries_of(stage: int, num_stages: int, num_chunks: int) -> list[int]:
     """Receiving chunks of the boundaries that end at a stage, on either side of it."""
-    return [chunk for chunk in range(1, mesh.num_chunks) if stage in (chunk % mesh.stages, (chunk - 1) % mesh.stages)]
+    return [chunk for chunk in range(1, num_chunks) if stage in (chunk % num_stages, (chunk - 1) % num_stages)]
 
 
 def to_wire(fit: Fit, boundary: BoundaryConfig) -> Fit:

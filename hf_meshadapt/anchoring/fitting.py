@@ -39,7 +39,7 @@ class Fitting:
         self._engine, self._args = engine, args
         self._calibrates = args.calibrated_by_anchor
         stages = range(engine.mesh.stages) if engine.mesh.emulated else [engine.topology.stage]
-        self.boundaries = sorted({chunk for stage in stages for chunk in boundaries_of(stage, engine.mesh)})
+        self.boundaries = sorted({chunk for stage in stages for chunk in self._boundaries_of(stage)})
         self.forget()
 
     def forget(self) -> None:
@@ -52,10 +52,13 @@ class Fitting:
         engine, mesh = self._engine, self._engine.mesh
         size = fit_bytes(engine.boundary, engine.parts.layout.hidden_size, num_features(engine.features))
         self._every = self._interval(size)
-        stage_bytes = tuple(size * len(boundaries_of(stage, mesh)) for stage in range(mesh.stages))
+        stage_bytes = tuple(size * len(self._boundaries_of(stage)) for stage in range(mesh.stages))
         traffic = replace(engine.anchor_plan.traffic, fit_bytes=stage_bytes, calibration_every=self._every)
         engine.anchor_plan = replace(engine.anchor_plan, traffic=traffic)
         return self.attachment(pending)
+
+    def _boundaries_of(self, stage: int) -> list[int]:
+        return boundaries_of(stage, self._engine.mesh.stages, self._engine.mesh.num_chunks)
 
     def _interval(self, size: int) -> int:
         """Optimizer steps between calibrations: as asked for, or so many that fits cost as much of the coded boundaries'
@@ -71,7 +74,8 @@ class Fitting:
 
     def attachment(self, pending: Iterable[Prior]) -> Attachment:
         """What an anchor that comes now must know; `pending` are priors that are not in use yet."""
-        return Attachment(self._every, self._newest(pending), self._engine.features)
+        cuts = tuple(span.start for span in self._engine.parts.spans[1:])
+        return Attachment(self._every, self._newest(pending), cuts, self._engine.mesh.stages, self._engine.features)
 
     def _newest(self, pending: Iterable[Prior]) -> int:
         return max((prior.version for prior in pending if prior.fits), default=self.version)

@@ -15,7 +15,7 @@ from ..anchor.handshake import checked_secret
 from ..spectral.compressor import GradientCompressor
 from ..spectral.factors import to_tensors
 from .base import NoAnchor
-from .calibrator import Calibrator, NoFits
+from .calibrator import Calibrator
 from .data import AnchorBatches, StreamBatches, refuse_unreadable
 from .passes import AnchorPasses
 from .spread import AnchorRanks, SpreadCircuit, follow
@@ -59,12 +59,14 @@ class AnchorLaunch(NoAnchor):
         if ranks is None or ranks.is_first:
             self._serve_link(ranks, make_batches, compress)
         else:
-            follow(ranks, self.passes, make_batches, self.config.anchor_batches)
+            calibrator = self._calibrator(ranks, make_batches(0))
+            follow(ranks, self.passes, calibrator, make_batches, self.config.anchor_batches)
         return TrainOutput(0, 0.0, {})
 
-    def _calibrator(self, batches: AnchorBatches | StreamBatches) -> Calibrator:
-        num_tokens = self.args.calibration_tokens or 0
-        return Calibrator(self.engine, self.passes.gradients, num_tokens, batches.num_per_epoch)
+    def _calibrator(self, ranks: AnchorRanks | None, batches: AnchorBatches | StreamBatches) -> Calibrator:
+        size = self.args.calibration_tokens or 0, batches.num_per_epoch
+        gathering = {} if ranks is None else {"gather": ranks.gather_fits}
+        return Calibrator(self.engine, self.passes.gradients, *size, **gathering)
 
     def _serve_link(self, ranks: AnchorRanks | None, make_batches: Callable, compress: Callable) -> None:
         timeout_seconds, endpoint = self.engine.mesh.timeout_seconds, self.config.endpoint
@@ -86,7 +88,7 @@ class AnchorLaunch(NoAnchor):
                 anchor_batches=self.config.anchor_batches,
                 flush_seconds=timeout_seconds,
                 num_batches=link.num_batches,
-                calibrator=self._calibrator(batches) if ranks is None else NoFits(),
+                calibrator=self._calibrator(ranks, batches),
             )
             self.circuit.run()
         finally:

@@ -1,8 +1,8 @@
 """An anchor of several processes: rank 0 holds the link, every rank runs the passes of its own stage of the model.
 
-The others do what rank 0 says: wait on, work on a snapshot, end. While it waits for the link, it says so every second, so
-that the others' deadline is about rank 0 and not about the fast circuit. Weights go out and priors come back as flat
-tensors; names and shapes are agreed on before.
+The others do what rank 0 says: wait on, take what the fast circuit told of its boundaries, work on a snapshot, end. While
+it waits for the link, it says so every second, so that the others' deadline is about rank 0 and not about the fast circuit.
+Weights go out as flat tensors, whose names and shapes are agreed on before; priors and fits of boundaries come back.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..anchor.circuit import AnchorCircuit, Tensors, Work, mean_gradients, norm, not_finite
-from ..metering import exchange_json
+from ..anchor.attachment import only_attachment
+from ..anchor.circuit import AnchorCircuit, Tensors, Work, norm, not_finite, run_passes
+from ..anchor.messages import Message, decode, encode
+from ..metering import exchange_json, gather_tensors
+from .calibrator import Calibrator
+from .fits import Fit, from_tensors, to_tensors
 from .passes import AnchorPasses
-from .prior import WIRE_DTYPE
 
-WAIT, WORK, DONE = range(3)
+WAIT, ATTACHMENT, WORK, DONE = range(4)
 BEAT_SECONDS = 1.0
 FIRST = 0
 
@@ -49,11 +52,12 @@ class AnchorRanks:
 
     # What is to be done.
 
-    def tell(self, task: int, version: int = 0, num_batches: int = 0) -> None:
-        """Rank 0 to all others."""
+    def tell(self, task: int, *numbers: int) -> None:
+        """Rank 0 to all others: what to do, and up to two numbers that belong to it."""
         self._last_word = time.monotonic()
+        words = torch.tensor([task, *numbers, 0, 0][:3])
         with self._engine.naming(f"the anchor to take the word of rank {FIRST}, by", self._ranks):
-            dist.broadcast(torch.tensor([task, version, num_batches]), group=self._group, group_src=FIRST)
+            dist.broadcast(words, group=self._group, group_src=FIRST)
 
     def beat(self) -> None:
         """Tells the others to wait on, where the last word is a second old."""
@@ -61,12 +65,29 @@ class AnchorRanks:
             self.tell(WAIT)
 
     def hear(self) -> tuple[int, int, int]:
-        """Task, version and the anchor's position in the data, from rank 0."""
+        """Task and numbers from rank 0: of `WORK` the version and the anchor's position in the data, of `ATTACHMENT` its
+        bytes."""
         words = torch.zeros(3, dtype=torch.int64)
         with self._engine.naming("the anchor's next task from", [FIRST, self._engine.topology.rank]):
             dist.broadcast(words, group=self._group, group_src=FIRST)
-        task, version, num_batches = words.tolist()
-        return task, version, num_batches
+        task, first, second = words.tolist()
+        return task, first, second
+
+    def tell_attachment(self, message: Message) -> None:
+        """Rank 0 to all others: what came beside a snapshot."""
+        data = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
+        self.tell(ATTACHMENT, len(data))
+        self._hand_on(data)
+
+    def hear_attachment(self, num_bytes: int) -> Message:
+        """What rank 0 tells by it."""
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        self._hand_on(data)
+        return decode(data.numpy().tobytes(), num_bytes)
+
+    def _hand_on(self, data: Tensor) -> None:
+        with self._engine.naming("the anchor to hand on what it was told of boundaries, with", self._ranks):
+            dist.broadcast(data, group=self._group, group_src=FIRST)
 
     # Weights out, priors back.
 
@@ -108,17 +129,13 @@ class AnchorRanks:
         mine = {name: gradient for name, gradient in gradients.items() if name not in self._copies}
         broken = not_finite(mine)
         tensors = {} if broken else self._compress(mine)
-        told = {
-            "norm": None if broken else norm(mine),
-            "broken": broken,
-            "tensors": [[key, list(tensor.shape)] for key, tensor in tensors.items()],
-        }
+        told = {"norm": None if broken else norm(mine), "broken": broken}
         with self._engine.naming("the anchor's gradients of", self._ranks):
             everyone = exchange_json(told, self._group)
         broken = [name for other in everyone for name in other["broken"]]
         if broken:
             return Work(self._names, math.nan, broken, lambda names: {})
-        whole = self._gather_tensors(tensors, [other["tensors"] for other in everyone])
+        whole = self._gather_tensors(tensors, "the anchor's priors of")
 
         def tensors_of(names: Iterable[str]) -> Tensors:
             wanted = set(names)
@@ -126,25 +143,18 @@ class AnchorRanks:
 
         return Work(self._names, math.sqrt(math.fsum(other["norm"] ** 2 for other in everyone)), [], tensors_of)
 
+    def gather_fits(self, fits: dict[int, Fit]) -> dict[int, Fit]:
+        """All ranks' fits, whole on rank 0 alone."""
+        return from_tensors(self._gather_tensors(to_tensors(fits), "the anchor's fits of"))[0]
+
     @property
     def _names(self) -> set[str]:
         return {name for shapes in self._shapes for name in shapes}
 
-    def _gather_tensors(self, mine: Tensors, shapes: list[list]) -> Tensors:
-        whole = dict(mine)
-        with self._engine.naming("the anchor's priors of", self._ranks):
-            if not self.is_first:
-                if mine:
-                    flat = torch.cat([tensor.reshape(-1) for tensor in mine.values()]).cpu()
-                    dist.send(flat.view(torch.uint8), group=self._group, group_dst=FIRST)
-                return whole
-            for rank in self._ranks[1:]:
-                count = sum(math.prod(shape) for _, shape in shapes[rank])
-                if count:
-                    flat = torch.empty(count, dtype=WIRE_DTYPE)
-                    dist.recv(flat.view(torch.uint8), group=self._group, group_src=rank)
-                    whole |= split(flat, shapes[rank])
-        return whole
+    def _gather_tensors(self, mine: Tensors, awaited: str) -> Tensors:
+        with self._engine.naming(awaited, self._ranks):
+            everyone = gather_tensors(mine, self._group)
+        return {name: tensor for tensors in everyone for name, tensor in tensors.items()}
 
 
 class SpreadCircuit(AnchorCircuit):
@@ -163,15 +173,24 @@ class SpreadCircuit(AnchorCircuit):
         super().run()
         self._ranks.tell(DONE)
 
+    def _decode(self, message):
+        attachment = only_attachment(message)
+        if attachment is not None:
+            self._ranks.tell_attachment(attachment)
+        super()._decode(message)
+
     def work(self, version, weights):
         self._ranks.tell(WORK, version, self.num_batches)
         return self._ranks.gather(self.mean_gradients(version, self._ranks.scatter(weights)))
 
 
-def follow(ranks: AnchorRanks, passes: AnchorPasses, make_batches: Callable, anchor_batches: int) -> None:
+def follow(
+    ranks: AnchorRanks, passes: AnchorPasses, calibrator: Calibrator, make_batches: Callable, anchor_batches: int
+) -> None:
     """What the other ranks do until the fast circuit has finished.
 
     Args:
+        calibrator: of this rank.
         make_batches: position in the data to the batches from there on.
 
     Raises:
@@ -179,14 +198,18 @@ def follow(ranks: AnchorRanks, passes: AnchorPasses, make_batches: Callable, anc
     """
     batches = None
     while (words := ranks.hear())[0] != DONE:
-        task, _, num_batches = words
+        task, version, num_batches = words
         if task == WAIT:
+            continue
+        if task == ATTACHMENT:
+            calibrator.take(ranks.hear_attachment(num_bytes=version))
             continue
         if batches is None or batches.num_taken != num_batches:
             batches = make_batches(num_batches)
         weights = ranks.receive()
-        gradients = (passes.gradients(weights, next(batches)) for _ in range(anchor_batches))
-        ranks.gather(mean_gradients(gradients, anchor_batches))
+        gradients = run_passes(version, weights, batches.__next__, passes.gradients, anchor_batches, calibrator)
+        if not ranks.gather(gradients).broken:
+            calibrator.fits(version)
 
 
 def split(flat: Tensor, shapes: Iterable[tuple[str, list[int]]]) -> Tensors:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .predictor import num_features, token_features
 from .sequence_coder import TARGET, TOKEN
@@ -38,9 +42,43 @@ class Observer:
     def __call__(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
         """Returns hidden (B, T, H) as it came; first tokens, whose massive activations would swamp the rest, and
         padding are not looked at."""
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # Nothing before it is trained, but its gradient is wanted all the same.
+            hidden = hidden.detach().requires_grad_()
         constant = self.table is None
-        features = hidden.new_ones(*kind.shape, 1) if constant else token_features(self.table, token_ids)
-        return _Observe.apply(hidden, self.by_replica[self.replica], features, kind, self.held_out)
+        with torch.autocast(hidden.device.type, enabled=False):  # sums keep their precision
+            features = hidden.new_ones(*kind.shape, 1) if constant else token_features(self.table, token_ids)
+            return _Observe.apply(hidden, self.by_replica[self.replica], features, kind, self.held_out)
+
+
+@contextlib.contextmanager
+def observing(
+    layers: Mapping[str, nn.Module], observers: Mapping[int, Observer], token_ids: Tensor, kind: Tensor
+) -> Iterator[None]:
+    """Within it, while a microbatch passes forward, observers look at the hidden state that enters their layers.
+
+    Hooks of a layer run outside of what gradient checkpointing repeats.
+
+    Args:
+        layers: decoder layers by their index.
+        observers: by the layer that each stands before.
+        token_ids, kind: the microbatch's, (B, T).
+    """
+    hooks = [
+        layers[str(index)].register_forward_pre_hook(partial(_look, observer, token_ids, kind), with_kwargs=True)
+        for index, observer in observers.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _look(observer: Observer, token_ids: Tensor, kind: Tensor, layer: nn.Module, args: tuple, kwargs: dict):
+    if args:
+        return (observer(args[0], token_ids, kind), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": observer(kwargs["hidden_states"], token_ids, kind)}
 
 
 class _Observe(torch.autograd.Function):

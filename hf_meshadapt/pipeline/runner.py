@@ -99,7 +99,7 @@ class Runner(ABC):
         """
         self._set_mode(training=False)
         for chunk, stage in self.parts.stages.items():
-            stage.observer = observers.get(chunk)
+            stage.observers = {stage.span.start: observers[chunk]} if chunk in observers else {}
         try:
             if gradients:
                 self._observe(batch, rows)
@@ -110,7 +110,7 @@ class Runner(ABC):
                     self._eval(batch, rows)
         finally:
             for stage in self.parts.stages.values():
-                stage.observer = None
+                stage.observers = {}
 
     def backward_uncoded(self, batch: Batch, rows: int, num_items: torch.Tensor) -> None:
         """One replica's batch, uncoded and without dropout; adds the gradient of its loss to `.grad`.

@@ -72,8 +72,8 @@ class SequentialRunner(Runner):
         count = self._num_uncoded(rows)
         for replica, part in enumerate(self._replica_batches(batch, rows)):
             for stage in self.parts.stages.values():
-                if stage.observer is not None:
-                    stage.observer.replica = replica
+                for observer in stage.observers.values():
+                    observer.replica = replica
             inputs = {"input_ids": part["input_ids"], **self._model_inputs(part)}
             for microbatch in split_rows(inputs, count):
                 yield microbatch | {"num_items": torch.ones((), device=self.device)}

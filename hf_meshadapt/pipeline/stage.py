@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..boundary.module import BoundaryReceive, BoundarySend
-from ..boundary.observer import Observer
+from ..boundary.observer import Observer, observing
 from ..gradients import spread_nonfinite
 from .layout import ForeignLayer, ForeignMatrix, ModelLayout
 
@@ -76,7 +76,7 @@ class StageModule(nn.Module):
         self.layout, self.span = layout, span
         self.receive, self.send = receive, send
         self.autocast = autocast
-        self.observer: Observer | None = None  # looks at what is received in the uncoded passes of a calibration
+        self.observers: dict[int, Observer] = {}  # look at what enters these layers in uncoded passes of a calibration
         self.loss_function: LossFunction | None = None  # the last chunk's, in place of the model's own loss
         self.on_output: Callable[[object], None] | None = None  # is shown the last chunk's output of every microbatch
         self._layers = (model.get_submodule(layout.layers),)
@@ -138,13 +138,11 @@ class StageModule(nn.Module):
         """
         key = 0 if key is None else int(key)
         loss_inputs = {name: model_inputs.pop(name) for name in [*model_inputs] if name.startswith(LOSS_INPUT_PREFIX)}
-        with self._view():
+        with self._view(), observing(self._views, self.observers, token_ids, kind):
             if self.is_first:
                 inputs = {"input_ids": arriving[0]}
             else:
                 incoming = self.receive(arriving, key, token_ids, kind, labels.shape[1], self.dtype)
-                if self.observer is not None:
-                    incoming = self.observer(incoming, token_ids, kind)
                 inputs = self._enter(incoming)
             if self.is_last:
                 return spread_nonfinite(self._loss(labels, num_items, inputs | model_inputs, loss_inputs))

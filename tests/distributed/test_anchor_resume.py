@@ -59,7 +59,13 @@ RESUMED = {
             dp_sync="diloco", sync_every=2,
         ),
     ),
-    "3x1+2": (3, 4, "llama_tied", dict(pipeline_stages=3, num_anchors=2, correction_rule="blend", anchor_batches=2)),
+    "3x1+2": (
+        3, 4, "llama_tied",
+        dict(
+            pipeline_stages=3, num_anchors=2, correction_rule="blend", anchor_batches=2, boundary_predictor="mean",
+            calibration_tokens=300, calibration_every=3,
+        ),
+    ),
     "2x1, dropout": (
         2, 13, "llama_tied",
         dict(pipeline_stages=2, dropout=0.2, anchor_every=None, anchor_budget=0.42, max_steps=17),
@@ -75,7 +81,10 @@ RESUMED = {
     # Of one cut: where boundaries lie elsewhere, bfloat16 is rounded elsewhere.
     "2x1+2, bf16, no gradients, stream": (
         2, 6, "llama_tied",
-        dict(pipeline_stages=2, num_anchors=2, bf16=True, hook=lose_gradients, trainer={"train_dataset": RowStream()}),
+        dict(
+            pipeline_stages=2, num_anchors=2, bf16=True, hook=lose_gradients, trainer={"train_dataset": RowStream()},
+            boundary_predictor="mean", calibration_tokens=300, calibration_every=1,
+        ),
     ),
     "3x1+2, adapters, accumulation": (
         3, 4, "llama_tied",

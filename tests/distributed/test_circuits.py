@@ -42,8 +42,15 @@ CASES = {
     "3x1+2": (
         3, "llama_tied",
         dict(
-            pipeline_stages=3, num_anchors=2, mask_ratio=0.5, correction_rule="blend", anchor_batches=2, tolerance=1e-6,
-            anchor_every=None, max_steps=17,
+            **CALIBRATED | dict(pipeline_stages=3, wire_dtype="float32"), num_anchors=2, correction_rule="blend",
+            anchor_batches=2, tolerance=1e-6, anchor_every=None, anchor_budget=0.5, max_steps=17,
+        ),
+    ),
+    "3x1+2, paper": (
+        3, "gpt2",
+        dict(
+            pipeline_stages=3, preset="paper", wire_dtype="float32", num_anchors=2, boundary_predictor="mean",
+            calibration_tokens=300, calibration_every=4, tolerance=1e-6,
         ),
     ),
     "2x1": (2, "llama_tied", dict(**CALIBRATED, correction_rule="blend", anchor_batches=2)),
@@ -75,7 +82,7 @@ def assert_same_run(ranks: list[dict], emulated: dict, tolerance: float = 0.0) -
         for name, tensor in rank["weights"].items():
             torch.testing.assert_close(tensor, emulated["weights"][name], rtol=0, atol=tolerance, msg=name)
         for name, tensor in rank["fits"].items():
-            assert torch.equal(tensor, emulated["fits"][name]), name
+            torch.testing.assert_close(tensor, emulated["fits"][name], rtol=0, atol=tolerance, msg=name)
         for row, other in zip(rank["metrics"], emulated["metrics"], strict=True):
             assert [row.get(name) for name in ("weight", "prior_age_steps", "prior_version")] == [
                 other.get(name) for name in ("weight", "prior_age_steps", "prior_version")
@@ -100,9 +107,10 @@ def test_a_deterministic_run_is_that_of_one_process(case, tmp_path):
     every = options["anchor_every"]
     assert emulated["report"]["anchor"]["anchor_every_chosen"] == (every is None)
     assert 10 < emulated["report"]["anchor"]["anchor_every"] < 23 or every == 3
-    # Of eight steps: snapshots before the first, fourth and seventh, two of which come in time.
+    # Of eight steps: snapshots before the first, fourth and seventh, two of which come in time; of 17 the first alone.
     asked = options.get("calibration_every")
-    assert emulated["report"]["anchor"]["num_calibrations"] == {None: 0, 1: 2, 4: 1}[asked]
+    expected = {None: 0, 1: 2 if every else 1, 4: 1}[asked]
+    assert emulated["report"]["anchor"]["num_calibrations"] == expected
 
 
 @SLOW

@@ -157,20 +157,20 @@ def test_endpoints_say_what_to_bind_to():
     assert [one.bind_host for one in endpoints] == ["", "127.0.0.1", "localhost", "::1", "::"]
 
 
-def test_an_anchor_of_several_processes_is_a_dense_pipeline_over_them(make_arguments, monkeypatch):
+def test_an_anchor_of_several_processes_is_a_pipeline_that_knows_the_fast_boundaries(make_arguments, monkeypatch):
     # Without the others whom a launcher would have started.
     monkeypatch.setattr("hf_meshadapt.arguments.join_world", lambda *_: None)
     monkeypatch.setattr("transformers.TrainingArguments.__post_init__", lambda self: None)
     fast = dict(
         anchor=True, **ENDPOINT, pipeline_stages=4, pipeline_chunks_per_rank=2, pipeline_schedule="interleaved",
         pipeline_split="1,1,1,1,1,1,1,1", pipeline_microbatches=8, per_device_train_batch_size=8, preset="paper",
-        mask_ratio=0.9, exact_first_token=True, dp_sync="powersgd",
+        mask_ratio=0.9, exact_first_token=True, boundary_predictor="token", calibration_tokens=500, dp_sync="powersgd",
     )  # fmt: skip
     args = make_arguments(3, **fast, circuit="anchor")
     mesh = args.mesh_config()
     assert (mesh.stages, mesh.replicas, mesh.chunks_per_rank, mesh.schedule) == (3, 1, 1, "gpipe")
     assert (mesh.microbatches, mesh.layers_per_chunk, mesh.emulated) == (4, None, False)
-    assert (args.boundary_config().codec, args.boundary_config().wire_dtype) == ("none", "bfloat16")
+    assert args.boundary_config() == make_arguments(8, **fast).boundary_config() and args.calibration_tokens == 500
     again = make_arguments(3, **fast, circuit="anchor")
     assert dataclasses.replace(again).to_dict() == again.to_dict() == args.to_dict()
     # What the correction does follows from the fast circuit's preset.

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_meshadapt.anchor.budget import LEAST_CHOSEN, bytes_warning, choose_interval, longest_interval
+from hf_meshadapt.anchor.budget import LEAST_CHOSEN, bytes_warning, choose_interval, longest_interval, unused_warning
 from hf_meshadapt.anchor.config import AnchorConfig
 from hf_meshadapt.anchor.schedule import NO_VERSION, AnchorSchedule, AnchorTraffic
 from hf_meshadapt.anchoring.traffic import warn_of_traffic
@@ -113,6 +113,7 @@ def test_a_run_chooses_after_its_first_step_and_a_resumed_one_takes_it_over(tmp_
     assert (report["anchor_every"], report["anchor_every_chosen"], report["num_snapshots"]) == (CHOSEN, True, 2)
     # Of step 0, known from step 12 on, in use after three steps of taking it in: as with the same interval given.
     assert [row["weight"] > 0 for row in whole.metrics] == [step >= CHOSEN + 3 for step in range(18)]
+    assert unused_warning(CHOSEN + 4, CHOSEN, 4) is None  # of which step CHOSEN + 4 is the first
     given = make(tmp_path / "given", **{**options, "anchor_budget": None, "anchor_every": CHOSEN})
     given.train()
     assert_same(weights(given), weights(whole))
@@ -162,6 +163,17 @@ def test_what_a_given_interval_costs_is_told_when_asked(tmp_path, said):
     warn_of_traffic(trainer, 1)  # at the first log, on a mesh
     ((level, warning),) = said()
     assert level == "WARNING" and "Set anchor_every to 20, " in warning
+
+
+def test_a_run_that_ends_before_its_first_prior_is_told_so_once(tmp_path, caplog):
+    trainer = make(tmp_path, anchor=True, anchor_every=5, prior_rank=8, max_steps=8)
+    trainer.train()
+    (warning,) = [each.message for each in caplog.records if "no prior will correct a step" in each.message]
+    assert "the first is in use in step 9 (anchor_every=5), and the run has 8 steps. Set anchor_every to 2" in warning
+    assert not any(row["weight"] for row in trainer.metrics)
+    caplog.clear()
+    make(tmp_path, anchor=True, anchor_every=5, prior_rank=8, max_steps=9).train()
+    assert "no prior will correct" not in caplog.text
 
 
 def test_the_shard_of_a_stream_does_not_depend_on_what_is_chosen(tmp_path):

@@ -19,7 +19,7 @@ from hf_meshadapt.boundary.fitting import BoundaryFit, fit_boundary
 from hf_meshadapt.boundary.predictor import num_features, token_features
 from hf_meshadapt.boundary.sequence_coder import TARGET, TOKEN
 from hf_meshadapt.boundary.statistics import BoundaryMoments
-from hf_meshadapt.config import BoundaryConfig, MeshConfig
+from hf_meshadapt.config import BoundaryConfig
 from hf_meshadapt.pipeline.microbatch import token_kinds
 from tests.equality import Rows, collate_fixed, mesh_trainer, tiny_model
 from tests.runs import SaveAt
@@ -29,6 +29,7 @@ CALIBRATED = dict(
     eval_strategy="no", gradient_accumulation_steps=1, learning_rate=1e-2, max_steps=8,
     anchor=True, anchor_every=2, prior_rank=4, calibration_every=1,
 )  # fmt: skip
+DENSE = dict(pipeline_stages=3, preset="dense", anchor=True)
 CONFIG = BoundaryConfig("transform", predictor="token", exact_first_token=True, wire_dtype="bfloat16", budget=0.1)
 HIDDEN, FEATURES = 12, 7
 
@@ -42,6 +43,12 @@ def make(folder, kind: str = "llama", **options):
     return mesh_trainer(tiny_model(kind), 4, str(folder), 21, **{**CALIBRATED, **options})
 
 
+def attachment(engine) -> Attachment:
+    """Of a fast circuit that is cut as this one."""
+    cuts = tuple(span.start for span in engine.parts.spans[1:])
+    return Attachment(1, -1, cuts, engine.mesh.stages, engine.features)
+
+
 def fits_here(trainer) -> dict[int, dict[str, torch.Tensor]]:
     stages = trainer.engine.parts.stages.items()
     return {chunk: stage.receive.coder.fit.state() for chunk, stage in stages if stage.receive is not None}
@@ -51,23 +58,25 @@ def fits_here(trainer) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def test_fits_are_those_of_the_uncut_model_with_the_snapshots_weights(tmp_path):
-    """Against hidden states and gradients taken by hooks; the second of the batches is held out."""
+    """Against hidden states and gradients taken by hooks; the second of the batches is held out, and of the cuts one is
+    not where this process is cut."""
     trainer = make(tmp_path, max_steps=1)
     trainer.train()
     engine, other = trainer.engine, tiny_model("llama", seed=5).eval()
     batches = [collate_fixed([Rows(12)[4 * i + j] for j in range(4)]) for i in range(3)]
     calibrator = Calibrator(engine, AnchorPasses(trainer).gradients, num_tokens=3 * 4 * 16, max_passes=9)
-    calibrator.set_up(Attachment(1, -1, engine.features))
+    cuts = (1, 2, 3)
+    assert len({span.start for span in engine.parts.spans} & {*cuts}) == 2
+    calibrator.take(attach(Message("heartbeat"), Attachment(1, -1, cuts, 2, engine.features)))
     assert calibrator.begin(7)
     for batch in batches:
         assert calibrator.wants_more
         calibrator.gradients(dict(other.named_parameters()), batch)
     assert not calibrator.wants_more
     fits = calibrator.fits(7)
-    assert fits.keys() == {1, 2} and calibrator.version == 7 and not calibrator.fits(7)
+    assert fits.keys() == {1, 2, 3} and calibrator.version == 7 and not calibrator.fits(7)
     for chunk, fit in fits.items():
-        last = engine.parts.spans[chunk].start - 1
-        moments = observed(other, last, batches, engine.features)
+        moments = observed(other, cuts[chunk - 1] - 1, batches, engine.features)
         expected = fit_boundary(moments, transforms=True).state()
         assert fit.keys() == expected.keys()
         for name in ("weights", "explained", "sensitivity", "felt", "forward/variances", "backward/variances"):
@@ -104,12 +113,33 @@ def test_a_prior_is_of_its_own_batches_whether_or_not_fits_are_due(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(value, priors[False].values[name])), name
 
 
+def test_frozen_layers_before_a_cut_do_not_hide_its_gradients(tmp_path):
+    """Nor does gradient checkpointing, by which layers may run twice."""
+    fits = {}
+    for frozen in (False, True):
+        model = tiny_model("llama")
+        for part in (model.model.embed_tokens, model.model.layers[0]) if frozen else ():
+            part.requires_grad_(False)
+        if frozen:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        trainer = mesh_trainer(model, 4, str(tmp_path), 21, **{**CALIBRATED, "pipeline_stages": 2})
+        calibrator = Calibrator(trainer.engine, AnchorPasses(trainer).gradients, num_tokens=1, max_passes=9)
+        calibrator.set_up(Attachment(1, -1, (1, 3), 3, None))
+        assert calibrator.begin(0)
+        weights = {name: p.detach().clone() for name, p in trainer.engine.parts.stored_trainable()}
+        calibrator.gradients(weights, collate_fixed([Rows(4)[i] for i in range(4)]))
+        fits[frozen] = calibrator.fits(0)
+    for chunk, fit in fits[False].items():
+        for name, tensor in fit.items():
+            assert torch.equal(fits[True][chunk][name], tensor), f"{chunk} {name}"
+
+
 @pytest.mark.parametrize("tokens,passes,expected", [(64, 9, 2), (130, 9, 3), (9999, 5, 5), (9999, 1, 1)])
 def test_as_many_passes_as_it_takes(tmp_path, tokens, passes, expected):
     """At least two, for one is held out, and no row twice."""
     batch, count = {"labels": torch.zeros(4, 16)}, 0
     calibrator = Calibrator(make(tmp_path).engine, lambda weights, batch: {}, tokens, passes)
-    calibrator.set_up(Attachment(1, -1, torch.ones(97, 4, dtype=torch.bfloat16)))
+    calibrator.set_up(Attachment(1, -1, (2, 4), 3, torch.ones(97, 4, dtype=torch.bfloat16)))
     assert calibrator.begin(0)
     while calibrator.wants_more:
         calibrator.gradients({}, batch)
@@ -174,7 +204,7 @@ def test_passes_that_are_not_finite_give_no_fits(tmp_path, caplog):
     trainer = make(tmp_path, max_steps=1)
     trainer.train()
     calibrator = Calibrator(trainer.engine, AnchorPasses(trainer).gradients, num_tokens=1, max_passes=9)
-    calibrator.set_up(Attachment(1, -1, None))
+    calibrator.set_up(dataclasses.replace(attachment(trainer.engine), features=None))
     weights = {name: torch.full_like(p, float("inf")) for name, p in trainer.engine.parts.stored_trainable()}
     assert calibrator.begin(3)
     calibrator.gradients(weights, collate_fixed([Rows(4)[i] for i in range(4)]))
@@ -227,10 +257,8 @@ def test_fits_pass_to_other_replicas_behind_their_prior():
 
 
 def test_both_ends_of_a_boundary_get_its_fit():
-    mesh = MeshConfig(stages=2, chunks_per_rank=2)
-    assert [boundary_fits.boundaries_of(stage, mesh) for stage in (0, 1)] == [[1, 2, 3]] * 2
-    mesh = MeshConfig(stages=3)
-    assert [boundary_fits.boundaries_of(stage, mesh) for stage in (0, 1, 2)] == [[1], [1, 2], [2]]
+    assert [boundary_fits.boundaries_of(stage, 2, 4) for stage in (0, 1)] == [[1, 2, 3]] * 2
+    assert [boundary_fits.boundaries_of(stage, 3, 3) for stage in (0, 1, 2)] == [[1], [1, 2], [2]]
 
 
 WRONG = {
@@ -264,12 +292,12 @@ def test_fits_that_nobody_asked_for_are_refused(tmp_path):
 
 @pytest.mark.parametrize("features", [torch.ones(5, 3, dtype=torch.bfloat16), None], ids=["features", "none"])
 def test_a_new_anchor_is_told_once_what_it_needs(features):
-    told, decoder = Attachment(40, 20, features), SnapshotDecoder()
+    told, decoder = Attachment(40, 20, (2, 3, 7), 2, features), SnapshotDecoder()
     encoder, weights = AttachingEncoder(SnapshotEncoder(0), lambda: told), {"w": torch.ones(3)}
     for generation in range(2):
         messages = [encoder.encode(10 * generation + version, weights) for version in range(2)]
         found = [detach(message) for message in messages]
-        assert found[1] is None and (found[0].every, found[0].version) == (40, 20)
+        assert found[1] is None and dataclasses.replace(found[0], features=features) == told
         assert features is None or torch.equal(found[0].features, features)
         for message in messages:
             decoder.decode(message)  # which takes nothing else than weights
@@ -277,12 +305,27 @@ def test_a_new_anchor_is_told_once_what_it_needs(features):
 
 
 @pytest.mark.parametrize(
-    "wrong", [dict(every=0), dict(every=1.5), dict(version=-2), dict(features=torch.ones(3, 2))], ids=str
-)
+    "wrong",
+    [
+        dict(every=0), dict(every=1.5), dict(version=-2), dict(features=torch.ones(3, 2)),
+        dict(cuts=()), dict(cuts=(0, 2, 3)), dict(cuts=(1, 3, 3)), dict(cuts=(3, 2, 4)), dict(cuts=(1, 2, True)),
+        dict(cuts=(1, 2.0, 3)), dict(num_stages=0), dict(num_stages=3), dict(num_stages=2.0),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_what_is_no_attachment_is_refused(wrong):
-    told = dataclasses.replace(Attachment(4, 2, torch.ones(5, 3, dtype=torch.bfloat16)), **wrong)
+    told = dataclasses.replace(Attachment(4, 2, (1, 2, 3), 4, torch.ones(5, 3, dtype=torch.bfloat16)), **wrong)
     with pytest.raises(MessageError):
         detach(attach(Message("snapshot"), told))
+
+
+def test_an_anchor_refuses_cuts_that_its_model_does_not_have_and_fits_of_nothing(tmp_path):
+    for told, options in ((Attachment(1, -1, (1, 4), 3, None), {}), (Attachment(1, -1, (1, 3), 3, None), DENSE)):
+        trainer = mesh_trainer(tiny_model("llama"), 4, str(tmp_path), 21, **options or CALIBRATED)
+        calibrator = Calibrator(trainer.engine, AnchorPasses(trainer).gradients, num_tokens=1, max_passes=9)
+        with pytest.raises(MessageError, match="give both circuits the same model and the same arguments"):
+            calibrator.take(attach(Message("heartbeat"), told))
+        assert calibrator.attachment is None
 
 
 def test_fits_count_with_every_so_many_priors():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_meshadapt.boundary.fitting import BoundaryFit, fit_boundary
-from hf_meshadapt.boundary.observer import Observer
+from hf_meshadapt.boundary.observer import Observer, observing
 from hf_meshadapt.boundary.predictor import project_embedding, token_features
 from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
 from hf_meshadapt.boundary.statistics import BoundaryMoments
@@ -84,6 +84,26 @@ def test_half_precision_is_summed_in_single():
     observer(hidden, None, torch.full((1, 300), TOKEN)).sum().backward()
     h = hidden.detach().double().squeeze(0)
     torch.testing.assert_close(observer.moments().hidden.double(), h.T @ h, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["positional", "named"])
+def test_what_enters_a_layer_is_observed_in_single_precision_while_it_lasts(named):
+    class Layer(torch.nn.Module):
+        def forward(self, hidden_states, scale=2.0):
+            return scale * hidden_states
+
+    layers = torch.nn.ModuleList([Layer(), Layer()])
+    plain, entering = Observer(HIDDEN, table(), "cpu"), Observer(HIDDEN, table(), "cpu")
+    plain.table = entering.table
+    hidden, ids, kind = torch.randn(2, 7, HIDDEN), torch.randint(VOCAB, (2, 7)), random_kind(2, 7)
+    plain(hidden, ids, kind).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16), observing(layers._modules, {1: entering}, ids, kind):
+        passed = layers[1](hidden_states=layers[0](hidden, 1.0), scale=3.0) if named else layers[1](hidden, 3.0)
+    assert torch.equal(passed, 3 * hidden)
+    (passed / 3).sum().backward()  # though nothing is trained
+    layers[1](hidden)
+    for name, expected in vars(plain.moments()).items():
+        torch.testing.assert_close(getattr(entering.moments(), name), expected, msg=name)
 
 
 def test_replicas_have_sums_of_their_own_that_add_up():

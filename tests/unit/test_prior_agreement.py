@@ -28,7 +28,7 @@ def test_a_prior_waits_until_the_last_is_taken_in(taking_in, replicas, agreed):
     anchor.engine = SimpleNamespace(
         mesh=SimpleNamespace(replicas=replicas), figures_of=[torch.tensor(HELD), torch.tensor(HELD)]
     )
-    anchor.config, anchor.history = SimpleNamespace(deterministic=False), AnchorHistory()
+    anchor.config, anchor.history = SimpleNamespace(deterministic=False, anchor_every=10), AnchorHistory()
     anchor.is_linked, anchor._met, anchor._passing, anchor.received_version = True, False, None, 10
     anchor.end_step()
     assert anchor.agreed_version == agreed and anchor.connected
