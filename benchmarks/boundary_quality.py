@@ -153,6 +153,18 @@ def load_kjv(tokenizer):
     return sequences("gen1:1-mal4:6", KJV_TRAIN), sequences("mat1:1-rev22:21", KJV_HELD_OUT)
 
 
+def arguments(folder: str, name: str, stages: int, learning_rate: float, seed: int, steps: int = STEPS, **extra):
+    """Trainer arguments of a run: a configuration, if there is one of this name, and what comes on top."""
+    from hf_meshadapt import MeshAdaptArguments
+
+    return MeshAdaptArguments(
+        output_dir=folder, pipeline_stages=stages, per_device_train_batch_size=PROBLEMS, pipeline_microbatches=1,
+        per_device_eval_batch_size=8, max_steps=steps, learning_rate=learning_rate, lr_scheduler_type="constant",
+        bf16=True, use_cpu=True, seed=seed, save_strategy="no", report_to="none", disable_tqdm=True,
+        logging_steps=10, **(CONFIGURATIONS.get(name, {}) | extra),
+    )  # fmt: skip
+
+
 def run(
     name: str,
     stages: int,
@@ -165,16 +177,9 @@ def run(
     **extra,
 ) -> dict:
     """One training run; returns its raw row."""
-    from hf_meshadapt import MeshAdaptArguments
-
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        args = MeshAdaptArguments(
-            output_dir=folder, pipeline_stages=stages, per_device_train_batch_size=PROBLEMS, pipeline_microbatches=1,
-            per_device_eval_batch_size=8, max_steps=steps, learning_rate=learning_rate, lr_scheduler_type="constant",
-            bf16=True, use_cpu=True, seed=seed, save_strategy="no", report_to="none", disable_tqdm=True,
-            logging_steps=10, **CONFIGURATIONS.get(name, {}), **extra,
-        )  # fmt: skip
+        args = arguments(folder, name, stages, learning_rate, seed, steps, **extra)
         trainer = make_trainer(args, data)
         if before is None:  # the same for every run
             before = trainer.evaluate()["eval_loss"]

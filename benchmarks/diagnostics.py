@@ -47,17 +47,11 @@ def pruning(name: str, data) -> dict:
     """Held-out loss of a model trained by one of `boundary_quality.CONFIGURATIONS`, by the share that is pruned."""
     from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
 
-    from hf_meshadapt import MeshAdaptArguments
     from hf_meshadapt.pruning import pruned_losses
 
     tokenizer, _, held_out = data
     with tempfile.TemporaryDirectory() as folder:
-        args = MeshAdaptArguments(
-            output_dir=folder, pipeline_stages=STAGES, per_device_train_batch_size=boundaries.PROBLEMS,
-            pipeline_microbatches=1, max_steps=boundaries.STEPS, learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant", bf16=True, use_cpu=True, seed=SEED, save_strategy="no", report_to="none",
-            disable_tqdm=True, **boundaries.CONFIGURATIONS[name],
-        )  # fmt: skip
+        args = boundaries.arguments(folder, name, STAGES, LEARNING_RATE, SEED)
         trainer = boundaries.make_trainer(args, data)
         trainer.train()
         trainer.save_model(folder)

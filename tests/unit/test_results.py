@@ -74,9 +74,11 @@ def test_boundary_quality_means_follow_from_the_runs():
         assert row["bytes_per_token"]["pipeline"] == row["runs"][0]["planned_bytes_per_token"]["pipeline"]
 
 
-def test_the_studies_configurations_are_arguments(make_arguments):
-    for configuration in (*boundary_quality.CONFIGURATIONS.values(), *quality_anchor.CONFIGURATIONS.values()):
-        make_arguments(pipeline_stages=4, **configuration)
+def test_the_studies_configurations_are_arguments(tmp_path):
+    for name in boundary_quality.CONFIGURATIONS:
+        boundary_quality.arguments(str(tmp_path), name, 4, 1e-4, 0)
+    for name, configuration in quality_anchor.CONFIGURATIONS.items():
+        boundary_quality.arguments(str(tmp_path), name, 8, 1e-4, 0, **configuration)
 
 
 def test_quality_anchor_means_follow_from_the_runs():
