@@ -8,11 +8,8 @@ of it waits for the anchor unless the run is deterministic.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from ..anchor.attachment import AttachingEncoder, Attachment
 from ..anchor.connection import LinkOptions
@@ -25,31 +22,14 @@ from ..planner import NUM_ANCHOR_COUNTS, NUM_LINK_FIGURES
 from ..waiting import LinkError
 from .base import Anchored
 from .endpoints import cannot_listen, open_listener, own_address, sources_of
-from .prior import Prior, pack, payload_bytes, read_prior, unpack
+from .prior import Prior, read_prior
+from .relay import RELAY_STEPS, PriorRelay
 from .traffic import warn_of_traffic
 
 logger = logging.getLogger(__name__)
 
 NUM_TOLD_VERSIONS = NUM_LINK_FIGURES - 2
 CLOSE_SECONDS = 5.0
-# Time for a prior to reach the other replicas beside the steps' own traffic; the step after them waits for the rest.
-PASSING_STEPS = 4
-
-
-@dataclass(frozen=True)
-class Passing:
-    """A prior on its way to all replicas.
-
-    Attributes:
-        due_step: before whose passes it is taken: step `due_step` + 1.
-        prior: on replica 0.
-        payload, work: of the transfer, None without other replicas.
-    """
-
-    due_step: int
-    prior: Prior | None
-    payload: Tensor | None = None
-    work: dist.Work | None = None
 
 
 class LinkedAnchor(Anchored):
@@ -76,7 +56,7 @@ class LinkedAnchor(Anchored):
         super().forget()
         self.offered: set[int] = set()
         self.agreed_version, self.connected, self._met = NO_VERSION, False, False
-        self._passing: Passing | None = None
+        self.relay = PriorRelay(self.engine, self.calibrates)
         self._all_ready = self._has_logged = False
 
     # The link --------------------------------------------------------------------------------------------------------
@@ -134,8 +114,8 @@ class LinkedAnchor(Anchored):
         return self.fitting.attachment(tuple(self.pending.values()) if self.config.deterministic else ())
 
     def stop(self, done):
-        if done and self._passing is not None:
-            self._passed()  # groups must not go down with something under way
+        if done and self.relay.busy:
+            self.relay.take(self.optimizer.priors.held)  # groups must not go down with something under way
         if self.link is not None:
             self.link.close(CLOSE_SECONDS, done)
             self._past_bytes, self.link = self._link_bytes(), None
@@ -158,10 +138,12 @@ class LinkedAnchor(Anchored):
     def begin_step(self, step):
         super().begin_step(step)
         due = self.schedule.due_version(step) if self.config.deterministic else self.agreed_version
+        held = self.optimizer.priors.held
         if due != NO_VERSION:
-            self._start_passing(due, step)
-        if self._passing is not None and step >= self._passing.due_step:
-            prior = self._passed()
+            prior = self._obtain(due) if self.is_linked else None
+            self.relay.start(prior, held, step, self._relay_steps)
+        if self.relay.due(step):
+            prior = self.relay.take(held)
             if prior is not None:
                 self.receive(prior)
         if self.is_linked:
@@ -209,45 +191,9 @@ class LinkedAnchor(Anchored):
                 return self.link.wait_for_prior(version, self.engine.mesh.timeout_seconds)
         return self.pending[version]
 
-    def _start_passing(self, version: int, step: int) -> None:
-        """Starts to give all replicas replica 0's prior; it is taken some steps later, unless the run is deterministic."""
-        prior = self._obtain(version) if self.is_linked else None
-        if self.engine.mesh.replicas == 1:
-            self._passing = Passing(step, prior)
-            return
-        held, due_step = self.optimizer.priors.held, step
-        payload = pack(prior, held) if self.is_linked else None
-        num_bytes = self._agree_on_bytes(payload_bytes(held) if payload is None else len(payload))
-        payload = torch.empty(num_bytes, dtype=torch.uint8) if payload is None else payload
-        if not self.config.deterministic:
-            due_step += min(PASSING_STEPS, self.config.anchor_every)
-        work = dist.broadcast(payload, group=self.engine.groups.anchor, group_src=0, async_op=True)
-        self._passing = Passing(due_step, prior, payload, work)
-
-    def _agree_on_bytes(self, num_bytes: int) -> int:
-        """Of the coming transfer, as replica 0 knows it: fits make it longer."""
-        if not self.calibrates:
-            return num_bytes
-        told = torch.tensor([num_bytes])
-        with (
-            self.engine.naming("the size of a prior from replica 0, with", self._peers),
-            self.engine.step_meter.waiting(),
-        ):
-            dist.broadcast(told, group=self.engine.groups.anchor, group_src=0)
-        return int(told)
-
-    def _passed(self) -> Prior | None:
-        """The prior that was on its way, once it is here."""
-        passing, self._passing = self._passing, None
-        if passing.work is None:
-            return passing.prior
-        with self.engine.naming("a prior from replica 0, with", self._peers), self.engine.step_meter.waiting():
-            passing.work.wait()
-        return unpack(passing.payload, self.optimizer.priors.held)
-
     @property
-    def _peers(self) -> list[int]:
-        return self.engine.topology.data_parallel_ranks(self.engine.topology.stage)
+    def _relay_steps(self) -> int:
+        return 0 if self.config.deterministic else min(RELAY_STEPS, self.config.anchor_every or RELAY_STEPS)
 
     def receive(self, prior):
         super().receive(prior)
@@ -266,7 +212,7 @@ class LinkedAnchor(Anchored):
         self.agreed_version = NO_VERSION
         # One that came upon another would have it taken in at once, in one step instead of several.
         taking_in = self.optimizer.priors.taking_in and self.engine.mesh.replicas == 1
-        if not self.config.deterministic and self._passing is None and not taking_in:
+        if not self.config.deterministic and not self.relay.busy and not taking_in:
             self.agreed_version = agree_on_next([row[2:] for row in rows], self.received_version)
 
     # Figures ---------------------------------------------------------------------------------------------------------

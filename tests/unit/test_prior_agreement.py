@@ -7,6 +7,7 @@ import torch
 
 from hf_meshadapt.anchor.schedule import NO_VERSION, AnchorHistory
 from hf_meshadapt.anchoring.linked import LinkedAnchor
+from hf_meshadapt.anchoring.relay import PriorRelay
 
 HELD = [1.0, 1.0, 20.0, NO_VERSION]  # ready, connected, and the versions that a stage holds
 
@@ -29,6 +30,7 @@ def test_a_prior_waits_until_the_last_is_taken_in(taking_in, replicas, agreed):
         mesh=SimpleNamespace(replicas=replicas), figures_of=[torch.tensor(HELD), torch.tensor(HELD)]
     )
     anchor.config, anchor.history = SimpleNamespace(deterministic=False, anchor_every=10), AnchorHistory()
-    anchor.is_linked, anchor._met, anchor._passing, anchor.received_version = True, False, None, 10
+    anchor.is_linked, anchor._met, anchor.received_version = True, False, 10
+    anchor.relay = PriorRelay(anchor.engine, has_fits=False)
     anchor.end_step()
     assert anchor.agreed_version == agreed and anchor.connected
