@@ -148,7 +148,8 @@ def test_another_cut_is_calibrated_anew(tmp_path):
     options = dict(folder=tmp_path / "run", kind="llama", **CALIBRATED)
     fork(train, 2, save_at=(2,), pipeline_stages=2, **options)
     other = fork(train, 3, resume=True, pipeline_stages=3, **options)
-    assert all(run["calibrations"] == 1 and "calibrated anew" in run["warnings"][0] for run in other)
+    assert all(run["calibrations"] == 1 for run in other)
+    assert ["calibrated anew" in " ".join(run["warnings"]) for run in other] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_another_mesh_or_sync_starts_memories_anew_from_the_checkpoints_model(tm
     fork(run, 2, save_at=(4,), **DILOCO, **options)
     for num_ranks, changed in ((2, POWERSGD), (2, DILOCO | dict(sync_every=2)), (3, DILOCO)):
         resumed = fork(run, num_ranks, resume=True, **options | changed)
-        assert all("start anew" in "\n".join(each["warnings"]) for each in resumed)
+        assert "start anew" in "\n".join(resumed[0]["warnings"])  # rank 0 says it for all
         weights_of(resumed)
 
 
