@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import socket
 import time
 import traceback
 from pathlib import Path
@@ -20,12 +19,11 @@ import hf_meshadapt.trainer  # noqa: F401  (what the package imports late is her
 from hf_meshadapt.boundary.entropy_coder import EntropySequenceCoder
 from hf_meshadapt.boundary.sequence_coder import TOKEN
 from hf_meshadapt.boundary.transform import fit_tables
+from hf_meshadapt.cli.circuits import free_ports
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

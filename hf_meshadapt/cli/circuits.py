@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shlex
 import signal
 import socket
@@ -13,6 +15,7 @@ from pathlib import Path
 END_SECONDS = 60.0  # for the anchor to end by itself after the fast circuit
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.5
+LISTENING_PORTS = (20000, 32000)
 MOST_STAGES = 16  # where the script alone knows how many
 CPU = {"ACCELERATE_USE_CPU": "true"}  # the launcher's own --cpu would start one process
 
@@ -42,21 +45,17 @@ def given(script_args: list[str], name: str) -> str | None:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many neighbouring ports of this machine that are free now."""
+    """The first of so many neighbouring ports of this machine that are free now.
+
+    Below the range from which the kernel takes the ports of outgoing connections (32768 on, RFC 6056 and Linux's
+    ip_local_port_range): one of those could be gone before anybody listens.
+    """
     for _ in range(100):
-        sockets = [socket.socket()]
-        try:
-            sockets[0].bind(("127.0.0.1", 0))
-            first = sockets[0].getsockname()[1]
-            for port in range(first + 1, first + count):
-                sockets.append(socket.socket())
-                sockets[-1].bind(("127.0.0.1", port))
-        except (OSError, OverflowError):  # taken, or past the last port
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-        return first
+        first = random.randrange(*LISTENING_PORTS)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # one of them is taken
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
     raise RuntimeError(f"no {count} neighbouring ports are free. Give --fast_endpoint among the script's arguments")
 
 
