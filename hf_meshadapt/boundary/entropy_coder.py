@@ -2,7 +2,8 @@
 
     y = analysis @ r                   as in `transform.py`
     q = quantise(y / step)             the same step for all components of a token: an error is felt alike wherever it
-                                       is, so bits go where y is large, in fractions of a bit
+                                       is, so bits go where y is large, in fractions of a bit; only components more than
+                                       128 steps large, which the tables do not hold, have a larger one each
     stream                             range coder over q, with the probabilities of a Gaussian of the component's
                                        variance times the token's gain (a quarter octave, in the stream too)
 
@@ -212,8 +213,8 @@ class EntropySequenceCoder:
         if budget < 0 or num_words(out) < rans.STATE_WORDS:
             return None
         gains = (base + symbols) * CLASS_UNITS
-        # Never one that leaves the tables' range.
-        lowest = int(self.scales[0] + (gains - offsets).max()) - LARGEST * CLASS_UNITS
+        # Below it even the smallest component lies beyond the tables, and nothing would become finer.
+        lowest = max(int(self.scales[-1] + (gains - offsets).min()) - LARGEST * CLASS_UNITS, -FINEST)
         step = self._choose_step(leading, gains, offsets, budget, lowest)
         finest = max(lowest, step - MARGIN)
         coded = rans.num_coded(self.scales, int((gains - offsets).max()) - finest)

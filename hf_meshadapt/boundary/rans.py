@@ -58,10 +58,21 @@ def quantise(value: float, per_step: float, reach: int) -> int:
 
 
 @compiled
+def finer(ratio: int) -> float:
+    """Step of all components over that of one whose scale has this ratio to it, in units.
+
+    1, or less beyond the tables: such a component has a larger step of its own, LARGEST classes below its scale. Were the
+    step of all as large, one massive channel (arXiv 2402.17762) would set it for everything.
+    """
+    beyond = ratio - LARGEST * CLASS_UNITS
+    return 2.0 ** (-beyond / UNITS) if beyond > 0 else 1.0
+
+
+@compiled
 def entry_of(value: float, ratio: int, per_step: float, origins, reach) -> int:
     """Where the symbol of a value stands in the tables, given the ratio of its scale to the step in units."""
     k = class_of(ratio)
-    return origins[k] + quantise(value, per_step, reach[k])
+    return origins[k] + quantise(value, per_step * finer(ratio), reach[k])
 
 
 @compiled
@@ -80,10 +91,10 @@ def count_bits(y, scales, gains, steps, origins, reach, bits) -> float:
     for n in range(y.shape[0]):
         per_step = 2.0 ** (-steps[n] / UNITS)
         for c in range(y.shape[1]):
-            k = class_of(scales[c] + gains[n] - steps[n])
-            if k < 0:
+            ratio = scales[c] + gains[n] - steps[n]
+            if class_of(ratio) < 0:
                 break
-            total += bits[origins[k] + quantise(y[n, c], per_step, reach[k])]
+            total += bits[entry_of(y[n, c], ratio, per_step, origins, reach)]
     return total
 
 
@@ -187,8 +198,9 @@ def decode(words, scales, steps, gain_base, gain_class, origins, bounds, starts,
         count = num_coded(scales, level)
         used = max(used, count)
         for c in range(count):
-            entry = find_symbol(state, class_of(scales[c] + level), bounds, starts)
-            out[n, c] = values[entry] * step
+            ratio = scales[c] + level
+            entry = find_symbol(state, class_of(ratio), bounds, starts)
+            out[n, c] = values[entry] * step / finer(ratio)
             state = without_symbol(state, np.uint64(starts[entry]), np.uint64(widths[entry]))
             if state < LOW and position < len(words):
                 state = state << WORD | np.uint64(words[position])

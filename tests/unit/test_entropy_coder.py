@@ -19,6 +19,7 @@ from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN, 
 from hf_meshadapt.boundary.symbol_model import (
     CLASS_UNITS,
     CONSTANTS,
+    LARGEST,
     NUM_CLASSES,
     PRECISION,
     ROUNDING,
@@ -126,7 +127,9 @@ def test_what_goes_in_comes_out_and_takes_what_was_counted(seed, tokens, compone
             k = (int(scales[c] + gains[n] - steps[n]) + CLASS_UNITS // 2) // CLASS_UNITS - SMALLEST
             expected = 0.0
             if k >= 0:
-                k, size = min(k, NUM_CLASSES - 1), 2.0 ** (steps[n] / UNITS)
+                k = min(k, NUM_CLASSES - 1)
+                # Beyond the tables a step of its own, LARGEST classes below the component's scale.
+                size = 2.0 ** (max(steps[n], scales[c] + gains[n] - LARGEST * CLASS_UNITS) / UNITS)
                 symbol = min(math.floor(abs(float(y[n, c])) / size + ROUNDING), MODEL.reach[k])
                 expected = math.copysign(MODEL.values[MODEL.origins[k] + symbol] * size, y[n, c])
             assert out[n, c] == pytest.approx(expected, rel=1e-6)
@@ -229,6 +232,21 @@ def test_nearly_all_bytes_are_used():
     for num_bytes in (2000, 4000, 8000, 16000):
         (packed,) = make(num_bytes).encode(gaussian(random_covariance(), 400)[None], base, kind)
         assert int(packed.nonzero().max()) > 0.96 * num_bytes
+
+
+def test_a_massive_channel_does_not_set_the_step_of_all_others():
+    """As in real models, where one channel is far larger: the rest errs less the more bytes there are."""
+    covariance, kind = torch.eye(HIDDEN, dtype=torch.float64), torch.full((1, 400), TOKEN)
+    covariance[0, 0] = 40.0**2
+    tokens, base = gaussian(covariance, 400)[None], torch.zeros(1, 400, HIDDEN)
+    errors = []
+    for bits in (4, 6, 8):  # per component
+        coder = make(400 * HIDDEN * bits // 8, fitted=fit_tables(covariance, None, HIDDEN))
+        (packed,) = encoded = coder.encode(tokens, base, kind)
+        assert int(packed.nonzero().max()) > 0.96 * len(packed)
+        errors.append(float((coder.decode(encoded, base, kind) - tokens)[..., 1:].square().mean()))
+    # A quarter for every bit. At a step of 1/128 of the channel it would be 0.008 whatever the bytes.
+    assert errors[0] < 0.012 and errors[1] < errors[0] / 12 and errors[2] < errors[1] / 12
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
