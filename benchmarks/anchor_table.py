@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from benchmarks.common import RESULTS
-from benchmarks.quality_anchor import CONFIGURATIONS
+from benchmarks.quality_anchor import ALONE, CONFIGURATIONS, HEADLINE
 from benchmarks.quality_table import CORPORA, marked
 
 PAGE = Path(__file__).parents[1] / "docs" / "spectral.md"
@@ -33,11 +33,13 @@ LABELS = {
 def table(rows: list[dict]) -> str:
     """Markdown of the rows, best first within corpus and depth, where any of these has an anchor."""
     anchored = {(row["corpus"], row["stages"]) for row in rows if row["rule"] != "none"}
-    rows = [row for row in rows if (row["corpus"], row["stages"]) in anchored]
+    told = {row["method"] for row in rows if row["rule"] != "none"}
+    told |= {ALONE.get(method) for method in told} | {"dense", *HEADLINE}
+    rows = [row for row in rows if (row["corpus"], row["stages"]) in anchored and row["method"] in told]
     rows = sorted(rows, key=lambda row: (list(CORPORA).index(row["corpus"]), row["stages"], row["loss_mean"]))
     columns = [
         "boundary and rule", "corpus", "stages", "K", "learning rate", "bytes: pipeline", "and anchor", "seeds",
-        "held-out loss", "gap closed",
+        "held-out loss", "gap closed", "the anchor adds",
     ]  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
@@ -52,12 +54,17 @@ def figures(row: dict) -> list[str]:
     planned = row["bytes_per_token"]
     anchor = planned.get("anchor", 0.0) / (planned["pipeline"] / share)
     loss = f"{row['loss_mean']:.3f}" + (f" ± {row['loss_std']:.3f}" if row["loss_std"] is not None else "")
-    gap, error = row["gap_closed_mean"], row["gap_closed_se"]
-    closed = "-" if gap is None else f"{gap:.2f}" if error is None else f"{gap:.3f} (s.e. {error:.3f})"
+    closed, adds = share_text(row, "gap_closed"), share_text(row, "added")
     return [
         CORPORA[row["corpus"]], str(row["stages"]), str(row["anchor_every"] or "-"), f"{row['learning_rate']:g}",
-        f"{share:.0%}", f"{anchor:.0%}" if anchor else "-", str(len(row["seeds"])), loss, closed,
+        f"{share:.0%}", f"{anchor:.0%}" if anchor else "-", str(len(row["seeds"])), loss, closed, adds,
     ]  # fmt: skip
+
+
+def share_text(row: dict, name: str) -> str:
+    """A mean share with its standard error, where there is one."""
+    value, error = row[f"{name}_mean"], row[f"{name}_se"]
+    return "-" if value is None else f"{value:.2f}" if error is None else f"{value:.3f} (s.e. {error:.3f})"
 
 
 def with_table(page: str, rows: list[dict]) -> str:

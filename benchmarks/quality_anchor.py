@@ -11,7 +11,8 @@ first, else it is 1e-4. Rows already in the results file are kept, so that the s
 `python -m benchmarks.quality_anchor --part learning_rate headline --minutes 100`. `--merge` adds the runs of other results
 files.
 
-Gap closed is (loss before - loss) / (loss before - dense loss), against the dense run of the same seed at its best rate.
+Gap closed is (loss before - loss) / (loss before - dense loss), against the dense run of the same seed at its best rate, of
+4 stages at any depth.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ MASK95 = {"preset": "paper", "anchor": False, "exact_first_token": True, "bounda
 # What a correction adds to a boundary: one that stays as it is.
 ANCHOR = {"anchor": True, "anchor_every": EVERY, "anchor_calibrates": False}
 DIAGONAL = {"correction_rule": "diagonal", "correction_tau": 0.1, "correction_tau_relative": True}
+
+# Baselines that `boundary_quality` has measured without an anchor.
+CODECS = tuple(name for name in boundaries.BASELINES if not name.startswith(("mask", "transform_5")))
 
 # Trainer arguments by configuration.
 CONFIGURATIONS: dict[str, dict] = {
@@ -59,10 +63,18 @@ CONFIGURATIONS: dict[str, dict] = {
     "mask95_mean_blend_k5": {**MASK95, **ANCHOR, "correction_rule": "blend", "anchor_every": 5},
     "anchor_only_k5": {**MASK95, **ANCHOR, "correction_rule": "anchor_only", "anchor_every": 5},
     "mask90_mean_diagonal": {**MASK95, **ANCHOR, **DIAGONAL, "mask_ratio": 0.9},
+    **{f"{name}_diagonal": {**boundaries.CONFIGURATIONS[name], **ANCHOR} for name in CODECS},
+    # The same without an anchor, from `boundary_quality`.
+    **{name: boundaries.CONFIGURATIONS[name] for name in CODECS},
+}
+# What an anchor was added to.
+ALONE = {
+    **{f"{name}_diagonal": name for name in CODECS},
+    "paper": "mask95_zero",
     **{
-        f"{name}_diagonal": {**boundaries.CONFIGURATIONS[name], **ANCHOR}
-        for name in boundaries.BASELINES
-        if not name.startswith("mask")
+        name: "transform" if name.startswith("transform") else "mask95_mean"
+        for name, options in CONFIGURATIONS.items()
+        if options.get("anchor") and name.startswith(("transform_diagonal", "mask95_mean", "anchor_only"))
     },
 }
 HEADLINE = (
@@ -70,9 +82,12 @@ HEADLINE = (
     "transform_diagonal", "transform_diagonal_calibrated", "paper",
 )  # fmt: skip
 BEST = ("dense", "mask95_mean_diagonal", "mask95_mean_blend", "anchor_only", "transform_diagonal")
-REST = [name for name in CONFIGURATIONS if name not in HEADLINE]
+REST = [name for name in CONFIGURATIONS if name not in (*HEADLINE, *CODECS)]
 # Runs of `boundary_quality` that are the same here, by our name for them.
-SHARED = {"dense": "dense", "mask95_zero": "mask95_zero", "mask95_mean": "mask95_mean", "transform": "transform_5"}
+SHARED = {
+    "dense": "dense", "mask95_zero": "mask95_zero", "mask95_mean": "mask95_mean", "transform": "transform_5",
+    **{name: name for name in CODECS},
+}  # fmt: skip
 # A direction that stays the same for K steps diverges at a rate that single steps bear, and few steps bear a larger one.
 RATES = {"blend": (2e-5, 5e-5), "anchor_only": (RATE, 3e-4)}
 # (configuration, stages, learning rate or None for the best found, seed, corpus) by part.
@@ -121,31 +136,48 @@ def summarise(runs: list[dict]) -> list[dict]:
     dense = {
         (run["seed"], run["corpus"]): run["loss"]
         for run in runs
-        if run["configuration"] == "dense" and run["learning_rate"] == rate
+        if run["configuration"] == "dense" and run["learning_rate"] == rate and run["stages"] == 4
     }
     groups: dict[tuple, list[dict]] = {}
     for run in runs:
         groups.setdefault((run["configuration"], run["stages"], run["corpus"], run["learning_rate"]), []).append(run)
-    return [summary(members, dense) for members in groups.values()]
+    return [summary(members, dense, runs) for members in groups.values()]
 
 
-def summary(members: list[dict], dense: dict[tuple[int, str], float]) -> dict:
+def added(run: dict, possible: float, runs: list[dict]) -> float | None:
+    """What the anchor added to a run's share of the gap; None without one, or where its boundary alone was not run.
+
+    Args:
+        possible: what dense training gained.
+    """
+    wanted = (ALONE.get(run["configuration"]), run["stages"], run["seed"], run["corpus"], RATE)
+    names = ("configuration", "stages", "seed", "corpus", "learning_rate")
+    alone = (other for other in runs if tuple(other[name] for name in names) == wanted)
+    return next(((other["loss"] - run["loss"]) / possible for other in alone), None)
+
+
+def summary(members: list[dict], dense: dict[tuple[int, str], float], runs: list[dict]) -> dict:
     """One row out of the runs of its seeds.
 
     Args:
         dense: loss of the dense run by seed and corpus.
+        runs: all, for what the anchor added to each: `added_mean` in shares of the gap, paired by seed.
     """
     first, losses = members[0], [run["loss"] for run in members]
     pairs = [(run, dense.get((run["seed"], run["corpus"]))) for run in members]
     gaps = [
         (run["loss_before"] - run["loss"]) / (run["loss_before"] - loss) for run, loss in pairs if loss is not None
     ]
+    gained = [added(run, run["loss_before"] - loss, runs) for run, loss in pairs if loss is not None]
+    gained = [share for share in gained if share is not None]
     return {
         "method": first["configuration"], "rule": first["rule"], "stages": first["stages"],
         "anchor_every": first["anchor_every"], "corpus": first["corpus"], "learning_rate": first["learning_rate"],
         "seeds": [run["seed"] for run in members], "loss_mean": mean(losses), "loss_std": boundaries.spread(losses),
         "gap_closed_mean": mean(gaps) if gaps else None,
         "gap_closed_se": boundaries.spread(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None,
+        "added_mean": mean(gained) if gained else None,
+        "added_se": boundaries.spread(gained) / len(gained) ** 0.5 if len(gained) > 1 else None,
         "bytes_per_token": first["planned_bytes_per_token"], "runs": members,
     }  # fmt: skip
 

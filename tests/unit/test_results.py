@@ -81,11 +81,27 @@ def test_the_studies_configurations_are_arguments(tmp_path):
         boundary_quality.arguments(str(tmp_path), name, 8, 1e-4, 0, **configuration)
 
 
+def runs_of(method: str, beside: dict) -> list[dict]:
+    """Runs of the anchor's study at the common learning rate, of another row's corpus and depth."""
+    wanted = (method, beside["corpus"], beside["stages"], quality_anchor.RATE)
+    keys = ("method", "corpus", "stages", "learning_rate")
+    rows = [row for row in rows_of("quality_anchor") if tuple(row[key] for key in keys) == wanted]
+    return [run for row in rows for run in row["runs"]]
+
+
 def test_quality_anchor_means_follow_from_the_runs():
     for row in rows_of("quality_anchor"):
         losses = [run["loss"] for run in row["runs"]]
         assert row["loss_mean"] == pytest.approx(sum(losses) / len(losses))
         assert row["seeds"] == [run["seed"] for run in row["runs"]]
+        if row["added_mean"] is not None:
+            alone = {run["seed"]: run["loss"] for run in runs_of(quality_anchor.ALONE[row["method"]], row)}
+            dense = {run["seed"]: run["loss"] for run in runs_of("dense", row | {"stages": 4})}
+            pairs = [run for run in row["runs"] if run["seed"] in alone]
+            shares = [(alone[r["seed"]] - r["loss"]) / (r["loss_before"] - dense[r["seed"]]) for r in pairs]
+            assert row["added_mean"] == pytest.approx(np.mean(shares))
+            if len(shares) > 1:
+                assert row["added_se"] == pytest.approx(np.std(shares, ddof=1) / len(shares) ** 0.5)
         assert (row["anchor_every"] is None) == (row["rule"] == "none") == ("anchor" not in row["bytes_per_token"])
 
 
