@@ -10,7 +10,7 @@ from which rate on; not what a GPU does at that rate.
 A step's time is the mean over whole rounds of outer steps, after two steps that make schedules and a calibration.
 `speedup` is tokens per second over the dense run's at the same rate; `bytes_ratio` is what a dense run's busiest kind of
 rank sends over what this one's does, by the sockets: the speed-up if nothing but links took time. Runs that are in the
-results already are kept; `--only` and `--mbits` choose some.
+results already are kept; `--only` and `--mbits` choose some. Writes the table of README.md.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from statistics import mean
 from tests.launch import run_ranks
 
 from .common import print_table, read_rows, write_result
+from .quality_table import marked
 from .slow_links import SlowLinks, slow_links
 
 NAME, SEED = "throughput", 0
+PAGE = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- throughput: sudo python -m benchmarks.throughput -->\n", "<!-- throughput ends -->"
 STAGES, REPLICAS, ROWS, LENGTH, VOCABULARY = 2, 2, 16, 128, 256
 SKIPPED_STEPS, ROUND = 2, 10
 MBITS = (50.0, 10.0, 2.0, 0.5)
@@ -116,6 +119,29 @@ def compared(rows: list[dict]) -> list[dict]:
     ]
 
 
+def table(rows: list[dict]) -> str:
+    """Markdown: tokens per second by configuration and rate, and how many times those of dense training."""
+    cells = {(row["configuration"], row["mbits"]): row for row in rows}
+    rates = sorted({row["mbits"] for row in rows}, reverse=True)
+    columns = ["", *(f"{rate:g} Mbit/s" for rate in rates), "bytes of the busiest rank"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name in CONFIGURATIONS:
+        found = [cells.get((name, rate)) for rate in rates]
+        if found[-1] is not None:
+            saved = f"1/{found[-1]['bytes_ratio']:.0f}"
+            lines.append(f"| {' | '.join([name, *map(speed_text, found), saved])} |")
+    return "\n".join(lines) + "\n"
+
+
+def speed_text(row: dict | None) -> str:
+    return "-" if row is None else f"{row['tokens_per_second']:.0f} ({row['speedup']:.1f}x)"
+
+
+def with_table(page: str, rows: list[dict]) -> str:
+    """The page with its table anew."""
+    return marked(page, BEGIN, END, table(rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbits", type=float, nargs="+", default=MBITS, help="rates of every link")
@@ -129,6 +155,7 @@ def main() -> None:
                 rows.append(measure(name, mbits))
                 write_result(NAME, compared(rows), [SEED], command=f"python -m benchmarks.{NAME}")
                 print(json.dumps({key: rows[-1][key] for key in ("configuration", "mbits", "tokens_per_second")}))
+    PAGE.write_text(with_table(PAGE.read_text(), compared(rows)))
     shown = ["mbits", "configuration", "tokens_per_second", "speedup", "bytes_ratio"]
     print_table(compared(rows), shown)
 

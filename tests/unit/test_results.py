@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import anchor_table, boundary_quality, quality_anchor
+from benchmarks import anchor_table, boundary_quality, quality_anchor, throughput
 from benchmarks.common import quartiles
 from benchmarks.quality_table import PAGES, with_table
 
@@ -132,6 +132,26 @@ def test_dp_quality_ratios_follow_from_the_runs():
 def test_ratios_of_times_are_of_medians(name, ours, theirs, ratio):
     for row in rows_of(name):
         assert row[ratio] == pytest.approx(quartiles(row[ours])[1] / quartiles(row[theirs])[1])
+
+
+def test_throughput_follows_from_the_steps_of_the_ranks():
+    rows = rows_of("throughput")
+    dense = {row["mbits"]: row for row in rows if row["configuration"] == "dense"}
+    for row in rows:
+        tokens = throughput.REPLICAS * throughput.ROWS * throughput.LENGTH * row["steps"]
+        assert all(len(rank["seconds"]) == row["steps"] for rank in row["ranks"])
+        seconds = np.mean([sum(rank["seconds"]) for rank in row["ranks"]])
+        sent = [sum(rank["sent_bytes"].values()) for rank in row["ranks"]]
+        assert row["tokens_per_second"] == pytest.approx(tokens / seconds)
+        assert sum(row["bytes_per_token"].values()) == pytest.approx(sum(sent) / tokens)
+        assert row["busiest_rank_bytes_per_token"] == pytest.approx(max(sent) / tokens)
+        beside = dense[row["mbits"]]
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / beside["tokens_per_second"])
+        assert row["bytes_ratio"] == pytest.approx(
+            beside["busiest_rank_bytes_per_token"] / row["busiest_rank_bytes_per_token"]
+        )
+    page = throughput.PAGE.read_text()
+    assert throughput.with_table(page, rows) == page
 
 
 def test_anchor_isolation_follows_from_the_steps():
