@@ -23,6 +23,7 @@ from .card_sections import (
     traffic_rows,
 )
 from .checkpoint_folder import read_json, write_json
+from .extras import how_to_install
 from .hub_benchmarks import write_benchmark_results
 from .hub_names import hub_id, hub_ids
 from .loss_curve import CURVE_NAME, draw_loss_curve, loss_points
@@ -72,7 +73,7 @@ def write_card(folder: Path, **added) -> Path:
         try:
             draw_loss_curve(record["log_history"], folder / CURVE_NAME)
         except ImportError:
-            logger.warning("matplotlib is not installed: the card has no loss curve. pip install hf_meshadapt[hub]")
+            logger.warning("no loss curve on the card without matplotlib: %s", how_to_install("hub"))
     base_model = remembered.get("base_model") or record["model"]["base_model"]
     if (folder / "adapter_config.json").is_file() and hub_id(base_model) is None:
         logger.warning("the adapter in %s has no base model of the Hub: its card cannot say what to load it on. Give "
@@ -160,7 +161,7 @@ def render_card(
         has_base=bool(evaluation and evaluation.get("base")),
         limit=evaluation and evaluation.get("limit"),
         lm_eval_version=evaluation and evaluation["lm_eval"],
-        requirements=" ".join(f"{name}=={public_version(v)}" for name, v in versions.items() if name != "python"),
+        requirements=requirements(versions),
         launch=launch_command(record["mesh"]),
         arguments_code=argument_code(record["arguments"]),
         versions=", ".join(f"{package} {version}" for package, version in versions.items()),
@@ -197,6 +198,12 @@ def card_data(record: dict, evaluation: dict | None, added: dict, *, is_adapter:
         **_license(added if added.get("license") else source["metadata"]),
     }
     return ModelCardData(**{key: value for key, value in fields.items() if value is not None})
+
+
+def requirements(versions: dict[str, str]) -> str:
+    """Of a record, what pip is to install beside a clone of this package, which is on no index."""
+    others = {name: version for name, version in versions.items() if name not in ("python", "hf_meshadapt")}
+    return " ".join(f"{name}=={public_version(version)}" for name, version in others.items())
 
 
 def public_version(version: str) -> str:

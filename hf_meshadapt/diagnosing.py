@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback
 
@@ -117,7 +118,11 @@ def diagnose(model: nn.Module, dataset, collator, options: DiagnosisOptions | No
         weights = {name: parameter.detach() for name, parameter in trainer.engine.parts.stored_trainable()}
         batch = next(anchors.batches)
         matrices = [name for name, weight in weights.items() if kind_of(name, tuple(weight.shape)) == "matrix"]
-        gradients = [{name: gradient[name] for name in matrices} for gradient in anchors.gradients]
+        taken = anchors.gradients
+        gradients = [{name: gradient[name] for name in matrices} for gradient in taken]
+        # Trainers refer to themselves: without this, models and optimizer states of several would be there at once.
+        del trainer, anchors
+        clear_device_cache(garbage_collection=True)
         coded = {}
         for kind, boundary in options.boundaries().items():
             changed = copy.deepcopy(whole)
@@ -125,7 +130,9 @@ def diagnose(model: nn.Module, dataset, collator, options: DiagnosisOptions | No
             other = make_trainer(changed, dataset, collator, options, folder, boundary)
             gradient = coded_gradient(other, batch)
             coded[kind] = {name: gradient[name] for name in matrices}
-    return measure(gradients, coded, prior_of(anchors.gradients, options), options)
+            del changed, other, gradient
+            clear_device_cache(garbage_collection=True)
+    return measure(gradients, coded, prior_of(taken, options), options)
 
 
 def make_trainer(model, dataset, collator, options: DiagnosisOptions, folder: str, boundary: dict) -> MeshAdaptTrainer:

@@ -13,6 +13,7 @@ from datasets import Dataset
 from .arguments import MeshAdaptArguments
 from .batches import sound
 from .dpo_checks import refuse_arguments, refuse_options
+from .extras import how_to_install
 from .pipeline.microbatch import pad_rows
 from .pipeline.stage import LOSS_INPUT_PREFIX
 from .preference import IGNORED, PairLoss, is_pair, log_probabilities
@@ -24,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
-    raise ModuleNotFoundError("MeshAdaptDPOTrainer needs trl: pip install 'hf_meshadapt[trl]'", name="trl") from error
+    raise ModuleNotFoundError(f"MeshAdaptDPOTrainer needs trl: {how_to_install('trl')}", name="trl") from error
 
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 

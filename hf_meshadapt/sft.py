@@ -13,6 +13,7 @@ import torch
 from .arguments import MeshAdaptArguments
 from .batches import num_real
 from .boundary.sequence_coder import PADDING
+from .extras import how_to_install
 from .pipeline.microbatch import token_kinds
 from .sft_checks import refuse_arguments, refuse_options, refuse_packing
 from .trainer import MeshAdaptMixin
@@ -23,7 +24,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
-    raise ModuleNotFoundError("MeshAdaptSFTTrainer needs trl: pip install 'hf_meshadapt[trl]'", name="trl") from error
+    raise ModuleNotFoundError(f"MeshAdaptSFTTrainer needs trl: {how_to_install('trl')}", name="trl") from error
 
 
 @dataclass

@@ -51,9 +51,11 @@ class _BoundaryEnd(nn.Module):
         self.config, self.coder = config.at(self.boundary), None
 
     def set_fit(self, fit: BoundaryFit, table: Tensor | None) -> None:
-        """Takes what calibration found out; both ends must get the same."""
+        """Takes what calibration found out; both ends must get the same. What they remember of samples stays."""
         kind = DeltaCoder if self.config.remembers_samples else BoundaryCoder
-        self.coder = kind(self.config, self.hidden_size, fit, table)
+        earlier, self.coder = self.coder, kind(self.config, self.hidden_size, fit, table)
+        if isinstance(earlier, DeltaCoder) and isinstance(self.coder, DeltaCoder):
+            self.coder.messages = earlier.messages
 
     @property
     def coded(self) -> bool:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..json_lines import read_json_lines, read_text
 from .options import add_command
 
 PRUNING_BATCHES = 16
@@ -84,12 +85,12 @@ def read_texts(path: Path, field: str) -> list[str]:
     """The rows of JSON lines, or a whole text as one.
 
     Raises:
-        ValueError: no such key in a row, or nothing to read.
+        ValueError: no such key in a row, a row that is no JSON, a file that is no text, or nothing to read.
     """
     if path.suffix not in (".jsonl", ".json"):
-        texts = [path.read_text()]
+        texts = [read_text(path)]
     else:
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        rows = read_json_lines(path)
         for number, row in enumerate(rows, 1):
             if not isinstance(row, dict) or not isinstance(row.get(field), str):
                 found = ", ".join(row) if isinstance(row, dict) else type(row).__name__

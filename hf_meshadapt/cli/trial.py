@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from .options import add_command
@@ -20,7 +21,7 @@ def add_commands(commands) -> None:
     add("--data", required=True, metavar="X", help="a file (.jsonl, .txt, ...), a folder, or a data set of the Hub, with "
         "`text`, `messages`, or `prompt` and `completion`")  # fmt: skip
     add("--data-config", metavar="NAME", help="configuration of a data set of the Hub")
-    add("--split", default="train", help="split to take rows from (default: %(default)s)")
+    add("--split", metavar="NAME", help="split of a folder or of a data set of the Hub (default: train)")
     add("--stages", type=int, default=2, metavar="N", help="pipeline stages (default: %(default)s)")
     add("--replicas", type=int, default=1, metavar="N", help="data-parallel replicas (default: %(default)s)")
     add("--dp-sync", default="allreduce", metavar="S", help="how replicas stay one model: a choice of the argument "
@@ -50,7 +51,7 @@ def run(args) -> int:
     check(args)
     import datasets
     from rich.console import Console
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from ..trial.comparison import RentedMesh
     from ..trial.data import hold_out, load_rows
@@ -58,7 +59,9 @@ def run(args) -> int:
 
     console = Console(highlight=False)
     datasets.disable_progress_bars()
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    # What is wrong with a file is said once, by `load_rows`.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     num_read = args.steps * args.batch_size * args.replicas
     dataset = load_rows(args.data, args.data_config, args.split, num_read + args.held_out, args.seed)
     rows = hold_out(dataset, args.held_out)
@@ -100,10 +103,19 @@ def options_of(args, num_runs: int):
 
 
 def options_for(recipe, args) -> str:
-    """Options of a training script that does what the recipe's run did."""
+    """Options of a training script that does to boundaries and replicas what the recipe's run did."""
+    from ..presets import PRESETS
+    from ..trial.comparison import WIRE_DTYPE
+
     by_default = "streaming_diloco" if recipe.preset == "paper" and args.replicas > 1 else "allreduce"
-    sync = "" if args.dp_sync == by_default else f" --dp_sync {args.dp_sync}"
-    return f"--pipeline_stages {args.stages} {recipe.options()}{sync}"
+    further = {
+        "wire_dtype": None if PRESETS[recipe.preset][1] == WIRE_DTYPE else WIRE_DTYPE,
+        "anchor": "false" if recipe.preset == "paper" else None,  # its masks alone were tried
+        "calibration_tokens": None if recipe.boundary_budget is None else args.calibration_tokens,
+        "dp_sync": None if args.dp_sync == by_default else args.dp_sync,
+    }
+    given = "".join(f" --{name} {value}" for name, value in further.items() if value is not None)
+    return f"--pipeline_stages {args.stages} {recipe.options()}{given}"
 
 
 def conclude(args, console, runs: list, mesh) -> None:
@@ -129,6 +141,10 @@ def check(args) -> None:
     """Raises ValueError for numbers out of range, before anything is loaded."""
     if args.stages < 2:
         raise ValueError(f"--stages={args.stages}: must be at least 2, else nothing crosses a boundary")
-    for name in ("link_mbps", "speedup", "minutes", "steps", "batch_size", "max_length", "held_out", "eval_every"):
+    positive = ("replicas", "link_mbps", "speedup", "minutes", "steps", "batch_size", "max_length", "held_out")
+    for name in (*positive, "eval_every", "learning_rate"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')}={getattr(args, name)}: must be positive")
+    for budget in args.budget or ():
+        if not 0 < budget <= 1:
+            raise ValueError(f"--budget={budget}: must lie in (0, 1]. Use 0.05 for 5% of the dense bytes")

@@ -17,6 +17,7 @@ from pathlib import Path
 from ..card import CARD_NAME, EVALUATION_NAME, is_unedited, write_card
 from ..checkpoint_folder import read_json, write_json
 from ..child_process import ChildFailed, child_environment
+from ..extras import how_to_install
 from ..hub_benchmarks import write_benchmark_results
 from ..hub_names import hub_id
 from ..run_record import RECORD_NAME, load_record
@@ -161,7 +162,7 @@ def require_lm_eval() -> None:
         ImportError: it is missing.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ImportError("evaluation needs lm-eval: pip install 'hf_meshadapt[eval]'")
+        raise ImportError(f"evaluation needs lm-eval: {how_to_install('eval')}")
 
 
 def _model_and_adapter(model: str) -> dict:

@@ -69,7 +69,10 @@ def _opened(script: str | None, path: str | None) -> sqlite3.Connection:
 def _rows(database: sqlite3.Connection, query: str) -> list[tuple]:
     deadline = time.monotonic() + SECONDS
     database.set_progress_handler(lambda: time.monotonic() > deadline, STEPS_BETWEEN_LOOKS)
-    rows = database.execute(query).fetchmany(NUM_ROWS + 1)
+    cursor = database.execute(query)
+    if cursor.description is None:  # else no query would match one that finds nothing
+        raise sqlite3.ProgrammingError("there is no query in it")
+    rows = cursor.fetchmany(NUM_ROWS + 1)
     if len(rows) > NUM_ROWS:
         raise sqlite3.OperationalError(f"more than {NUM_ROWS} rows")
     # 2 and 2.0 are one number, and a sum's last bits are not the query's.

@@ -12,6 +12,8 @@ import sys
 import torch
 from torch import nn
 
+from ..extras import how_to_install
+
 # Of LoraConfig: what would need more of the model than a stage's own modules, and the reason.
 WHOLE_MODEL_FIELDS = {
     "alora_invocation_tokens": "peft finds where it begins from the token ids of a forward that stages do not call",
@@ -59,7 +61,7 @@ def _check_given(model, peft_config) -> None:
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(peft_config, peft.PeftConfig):
         raise ValueError(
-            f"peft_config is a {type(peft_config).__name__}: give a LoraConfig of peft (pip install 'hf_meshadapt[peft]')"
+            f"peft_config is a {type(peft_config).__name__}: give a LoraConfig of peft ({how_to_install('peft')})"
         )
     if is_adapted(model):
         raise ValueError("peft_config and a PeftModel: the model has adapters already. Give one of the two")

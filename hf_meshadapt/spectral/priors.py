@@ -30,12 +30,17 @@ class Priors:
 
     `receive` only keeps what arrived. Each `advance`, one per optimizer step, takes in a slice of it, and all priors
     change to the new version together with the last one. When that is depends on the arrival alone and not on the
-    parameters, so that all stages and replicas, and the emulated mesh, change at the same step.
+    parameters, so that all stages and replicas, and the emulated mesh, change at the same step, those with no parameter
+    that gets a prior too.
 
     Args:
         named_parameters: all that may get a prior; only names, shapes and devices are kept.
         config: of the correction.
         embeddings: see `config.kind_of`.
+
+    Attributes:
+        version: of what is held; None before the first.
+        step: optimizer steps that had been taken when that version's weights were copied; None before the first.
 
     Raises:
         NotImplementedError: see `config.prior_rank`.
@@ -47,6 +52,8 @@ class Priors:
         self.config = config
         self.embeddings = frozenset(embeddings)
         self.held: dict[str, AnchorPrior] = {}
+        self.version: int | None = None
+        self.step: int | None = None
         self._devices: dict[str, torch.device] = {}
         self._arrival: Arrival | None = None
         for name, parameter in named_parameters:
@@ -61,15 +68,9 @@ class Priors:
             self.held[name] = AnchorPrior(name, shape, rank, self.config.beta)
             self._devices[name] = parameter.device
 
-    @property
-    def version(self) -> int | None:
-        """Of what is held; None before the first."""
-        return max((prior.version for prior in self.held.values() if prior.version is not None), default=None)
-
     def age_steps(self, now: int) -> int | None:
         """Age of what is held, after `now` optimizer steps; None before the first version."""
-        steps = [prior.step for prior in self.held.values() if prior.step is not None]
-        return now - max(steps) if steps else None
+        return None if self.step is None else now - self.step
 
     def get(self, name: str) -> Factors | Tensor | None:
         """The mean of a parameter's anchor gradients; None where there is none."""
@@ -147,6 +148,7 @@ class Priors:
         arrival.num_slices_done += 1
         if arrival.num_slices_done == total:
             self.held, self._arrival = arrival.updated, None
+            self.version, self.step = arrival.version, arrival.step
 
     @property
     def taking_in(self) -> bool:
@@ -180,7 +182,8 @@ class Priors:
         if arrival is not None:
             tensors |= {f"arriving/{key}": tensor for key, tensor in to_tensors(arrival.gradients).items()}
             pending = {"version": arrival.version, "step": arrival.step, "num_slices_done": arrival.num_slices_done}
-        return tensors, {"held": counts, "arriving": pending}
+        newest = {"version": self.version, "step": self.step}
+        return tensors, {"held": counts, "newest": newest, "arriving": pending}
 
     def load_state(self, tensors: Mapping[str, Tensor], plain: Mapping) -> None:
         """Puts a saved state in place; entries of parameters that are not held here are left out.
@@ -191,7 +194,7 @@ class Priors:
         missing = sorted(set(self.held) - set(plain["held"]))
         if missing:
             raise ValueError(
-                f"no saved prior for {missing[:3]} ({len(missing)} in all): use the rule it was saved with"
+                f"no saved prior for {missing[:3]} ({len(missing)} in all): use the correction_rule it was saved with"
             )
         means, gradients = self._saved(tensors, "held/"), self._saved(tensors, "arriving/")
         held = {}
@@ -202,6 +205,8 @@ class Priors:
         if pending is not None and set(gradients) != set(held):
             raise ValueError("saved priors are incomplete: a version that was arriving lacks gradients")
         self.held, self._arrival = held, None
+        newest = plain.get("newest") or _newest_of(plain["held"].values())
+        self.version, self.step = newest["version"], newest["step"]
         if pending is not None:
             self._arrival = Arrival(gradients, pending["version"], pending["step"], {})
             for _ in range(pending["num_slices_done"]):
@@ -229,6 +234,12 @@ def _check_form(prior: AnchorPrior, value: Factors | Tensor) -> None:
         )
 
 
+def _newest_of(counts: Iterable[Mapping]) -> dict:
+    """`newest` out of the parameters' own, for a state that lacks it."""
+    found = [(one["version"], one["step"]) for one in counts if one["version"] is not None]
+    return dict(zip(("version", "step"), max(found, default=(None, None))))
+
+
 def _check_saved(prior: AnchorPrior) -> None:
     if (prior.mean is None) != (prior.num_updates == 0):
         raise ValueError(f"saved prior of {prior.name} is incomplete: {prior.num_updates} updates")
@@ -238,5 +249,5 @@ def _check_saved(prior: AnchorPrior) -> None:
     if tuple(prior.mean.shape) != prior.shape or rank != prior.rank:
         raise ValueError(
             f"saved prior of {prior.name} has shape {tuple(prior.mean.shape)} and rank {rank}, not {prior.shape} and "
-            f"{prior.rank}: resume with the matrix_rank and rule it was saved with"
+            f"{prior.rank}: resume with the prior_rank and correction_rule it was saved with"
         )

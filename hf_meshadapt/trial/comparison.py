@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 
 # Held-out losses that differ by less than this share of what dense training gains are taken for equal.
 TIE_SHARE = 0.02
+# Of all recipes, so that what they send compares.
+WIRE_DTYPE = "bfloat16"
 # Dense training must lower the held-out loss by this share of it, else there is nothing to compare with.
 LEAST_GAIN_SHARE = 0.005
 

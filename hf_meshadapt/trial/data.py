@@ -6,6 +6,10 @@ import hashlib
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from pyarrow import ArrowException
+
+from ..json_lines import read_json_lines
 
 # What a row may be made of, in order of preference; TRL's SFTTrainer knows them all.
 FORMS: tuple[tuple[str, ...], ...] = (("messages",), ("prompt", "completion"), ("text",))
@@ -13,7 +17,7 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".
 
 
 def load_rows(
-    source: str, config: str | None = None, split: str = "train", num_rows: int | None = None, seed: int = 0
+    source: str, config: str | None = None, split: str | None = None, num_rows: int | None = None, seed: int = 0
 ) -> Dataset:
     """The rows of one split, with the columns of one of `FORMS`.
 
@@ -21,33 +25,68 @@ def load_rows(
         source: a file (`BUILDERS` by its suffix), a folder of such files, or the name of a data set on the Hub. A text
             file gives a row for every line that is not empty.
         config: of a data set of the Hub.
+        split: of a folder or of a data set of the Hub; None is `train`.
         num_rows: at most so many, drawn by `seed`.
 
     Raises:
-        ValueError: nothing there, no such split, or none of the forms.
+        ValueError: nothing there, no such split, an argument without effect, a file that is broken, or none of the forms.
     """
     path = Path(source)
-    if path.is_file():
-        if path.suffix not in BUILDERS:
-            raise ValueError(f"--data={source}: cannot be read as {path.suffix or 'what it is'}; give {_known()}")
-        dataset = load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train")
-    elif path.is_dir():
-        if not any(file.suffix in BUILDERS for file in path.rglob("*")):
-            raise ValueError(f"--data={source}: the folder has no data; put {_known()} there")
-        dataset = load_dataset(source, split=split)
-    else:
-        try:
-            dataset = load_dataset(source, config, split=split)
-        except (FileNotFoundError, ConnectionError) as error:
-            raise ValueError(
-                f"--data={source}: neither a file or folder here, nor a data set that could be loaded from the Hub "
-                f"({error}). Look at the spelling and the connection"
-            ) from error
+    try:
+        if path.is_file():
+            dataset = _of_file(path, config, split)
+        elif path.is_dir():
+            dataset = _of_folder(path, config, split or "train")
+        else:
+            dataset = _of_hub(source, config, split or "train")
+    except (DatasetsError, ArrowException) as error:
+        for file in [path] if path.is_file() else sorted(path.rglob("*.jsonl")):
+            if file.suffix == ".jsonl":
+                read_json_lines(file)  # names the line, where that is it
+        raise ValueError(
+            f"--data={source}: {_cause(error)}. Look at the file, or leave out what is not data"
+        ) from error
     form = form_of(dataset.column_names, source)
     dataset = dataset.select_columns(list(form))
     if num_rows is not None and len(dataset) > num_rows:
         dataset = dataset.shuffle(seed).select(range(num_rows))
     return dataset.filter(lambda row: all(row[name] for name in form))
+
+
+def _of_file(path: Path, config: str | None, split: str | None) -> Dataset:
+    if path.suffix not in BUILDERS:
+        raise ValueError(f"--data={path}: cannot be read as {path.suffix or 'what it is'}; give {_known()}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"--data={path}: the file is empty. Give at least two rows")
+    for option, value in (("--data-config", config), ("--split", split)):
+        if value is not None:
+            raise ValueError(f"{option}={value}: has no effect with a file, which is read whole. Leave it out")
+    return load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train")
+
+
+def _of_folder(path: Path, config: str | None, split: str) -> Dataset:
+    if not any(file.suffix in BUILDERS for file in path.rglob("*")):
+        raise ValueError(f"--data={path}: the folder has no data; put {_known()} there")
+    if config is not None:
+        raise ValueError(f"--data-config={config}: has no effect with a folder. Leave it out")
+    return load_dataset(str(path), split=split)
+
+
+def _of_hub(source: str, config: str | None, split: str) -> Dataset:
+    try:
+        return load_dataset(source, config, split=split)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"--data={source}: neither a file or folder here, nor a data set that could be loaded from the Hub "
+            f"({error}). Look at the spelling and the connection"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """What an error of `datasets` came from: its own words are that something went wrong."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"cannot be read ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
 
 
 def _known() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ..checkpoint_folder import write_json
+from ..extras import how_to_install
 from ..loss_curve import draw_curves
 from .comparison import Recommendation, RentedMesh, RunFigures, gap_closed, losses_in_equal_time
 
@@ -84,6 +85,6 @@ def write_results(folder: Path, figures: dict, runs: list[RunFigures]) -> list[P
             {run.recipe.name: run.held_out for run in runs}, folder / "curves.png", "held-out loss (nats per token)"
         )
     except ImportError:
-        logger.warning("no curves.png without matplotlib: pip install 'hf_meshadapt[hub]'")
+        logger.warning("no curves.png without matplotlib: %s", how_to_install("hub"))
         return written
     return [*written, folder / "curves.png"]

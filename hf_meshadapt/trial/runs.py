@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..arguments import MeshAdaptArguments
+from ..extras import how_to_install
 from ..trainer import MeshAdaptMixin, MeshAdaptTrainer
-from .comparison import Recipe, RunFigures
+from .comparison import WIRE_DTYPE, Recipe, RunFigures
 
 # Uncoded losses of the same model on the same rows differ by no more.
 START_TOLERANCE = 1e-3
@@ -79,6 +81,8 @@ def run_all(
         say(f"{recipe.name}:")
         timed = None if figures else options.seconds_per_run
         figures[recipe], microbatches = run(recipe, options, rows, num_steps, timed, say)
+        # A trainer refers to itself: without this, models and optimizer states of several runs would be there at once.
+        clear_device_cache(garbage_collection=True)
         num_steps = figures[recipe].num_steps
     starts = [one.held_out[0][1] for one in figures.values()]
     if not max(starts) - min(starts) <= START_TOLERANCE:
@@ -160,7 +164,7 @@ def make_trainer(recipe: Recipe, options: TrialOptions, rows, num_steps: int) ->
         "seed": options.seed,
         "bf16": options.bf16,
         "model_dtype": "float32",
-        "wire_dtype": "bfloat16",  # of all recipes, so that what they send compares
+        "wire_dtype": WIRE_DTYPE,
         "eval_strategy": "steps",
         "eval_steps": options.eval_every_steps,
         "logging_steps": 1,
@@ -193,8 +197,7 @@ def _sft_trainer(options: TrialOptions, arguments: dict, rows, tokenizer) -> Mes
 def _text_trainer(options: TrialOptions, arguments: dict, rows, tokenizer) -> MeshAdaptTrainer:
     if "text" not in rows[0].column_names:
         raise ImportError(
-            f"rows of {' and '.join(rows[0].column_names)} need trl, plain `text` does not: pip install "
-            "'hf_meshadapt[trl]'"
+            f"rows of {' and '.join(rows[0].column_names)} need trl, plain `text` does not: {how_to_install('trl')}"
         )
 
     def tokens_of(batch: dict) -> dict:

@@ -13,6 +13,7 @@ import torch
 
 from hf_meshadapt.anchor.handshake import SECRET_VARIABLE
 
+from ..adapters import lora
 from ..circuits import (
     FAST,
     NUM_ROWS,
@@ -38,6 +39,7 @@ TWO = dict(pipeline_stages=2)
 APART = dict(
     dp_sync="streaming_diloco", sync_every=4, num_fragments=2, overlap_steps=1, outer_wire="int8", matrix_rank=4
 )
+LATE = lora(target_modules=["q_proj", "v_proj"], layers_to_transform=[3])
 CASES = {
     "3x1+2": (
         3, "llama_tied",
@@ -71,6 +73,8 @@ CASES = {
         dict(**CALIBRATED, pipeline_chunks_per_rank=2, pipeline_schedule="interleaved", anchor_snapshot_bits=4),
     ),
     "1x2": (2, "llama", dict(pipeline_stages=1, correction_rule="anchor_only")),
+    # The first stage has nothing to train, and goes by the same priors all the same.
+    "late adapters": (2, "llama", dict(**CALIBRATED, trainer={"peft_config": LATE})),
 }  # fmt: skip
 SLOW = pytest.mark.slow
 

@@ -160,3 +160,18 @@ def test_a_sample_that_was_never_seen_starts_from_the_prediction():
     hidden = torch.full((2, 4, HIDDEN), 7.0)
     received = receive(send(hidden, 0, IDS, KIND), 0, IDS, KIND, IDS.shape[1], torch.float32)
     assert torch.equal(received[KIND != PADDING], hidden[KIND != PADDING])
+
+
+def test_a_new_calibration_leaves_what_both_ends_remember():
+    config = BoundaryConfig(codec="topk", budget=0.3, error_feedback=True, predictor="mean", wire_dtype="bfloat16")
+    send, receive = BoundarySend(config, 0, HIDDEN), BoundaryReceive(config, 0, HIDDEN)
+    hidden, real, errors = torch.randn(2, 4, HIDDEN), KIND != PADDING, []
+    for visit in range(8):
+        if visit % 4 == 0:  # another mean each time
+            for end in (send, receive):
+                end.set_fit(BoundaryFit(torch.full((1, HIDDEN), 0.1 * visit), None, None, 0.0), None)
+        received = receive(send(hidden, 0, IDS, KIND), 0, IDS, KIND, IDS.shape[1], torch.float32)
+        errors.append(float((received - hidden)[real].norm()))
+    assert all(later <= earlier + 1e-3 for earlier, later in zip(errors, errors[1:]))
+    other = IDS + 1  # of a new sample the new prediction is what it starts from
+    assert torch.equal(send.coder._base(other, KIND), torch.full((2, 4, HIDDEN), 0.4))

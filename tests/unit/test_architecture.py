@@ -16,6 +16,8 @@ PURE = [
     "gradients.py",
     "diagnostics.py",
     "pruning.py",
+    "extras.py",
+    "json_lines.py",
     "sampling.py",
     "sft_checks.py",
     "dpo_checks.py",
@@ -101,7 +103,7 @@ PURE = [
 HEAVY = ("torch.distributed", "accelerate", "transformers")
 # A module may import its own layer and those before it.
 LAYERS = [
-    {"config", "mesh", "random_states"},
+    {"config", "mesh", "random_states", "extras", "json_lines"},
     {
         "presets",
         "planner",

@@ -152,7 +152,8 @@ def test_every_number_in_a_table_is_one_that_was_recorded():
     text = render_card(RECORD, EVALUATION)
     assert len(numbers_in_tables(text)) > 20 and untraced(text, RECORD, EVALUATION) == set()
     assert untraced(text.replace("| 768 |", "| 769 |"), RECORD, EVALUATION) == {769.0}
-    assert "pip install hf_meshadapt==0.1.0 torch==2.13.0\n" in text and "torch 2.13.0+cpu" in text
+    assert "In a clone of hf_meshadapt 0.1.0:\n\n```bash\npip install . torch==2.13.0\n" in text
+    assert "torch 2.13.0+cpu" in text
 
 
 # The folder ----------------------------------------------------------------------------------------------------------

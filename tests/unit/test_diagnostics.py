@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from hf_meshadapt import diagnosing
 from hf_meshadapt.cli.diagnose import read_texts, token_rows
 from hf_meshadapt.cli.main import main
 from hf_meshadapt.diagnosing import DiagnosisOptions, coded_gradient, diagnose, make_trainer
@@ -85,13 +87,22 @@ def test_quartiles_leave_out_what_is_no_number():
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def test_diagnose_of_a_tiny_model():
+def test_diagnose_of_a_tiny_model(monkeypatch):
     torch.set_num_threads(1)
+    trainers = []
+
+    def make_alone(*args):
+        assert not any(reference() for reference in trainers)
+        trainer = make_trainer(*args)
+        trainers.append(weakref.ref(trainer))
+        return trainer
+
+    monkeypatch.setattr(diagnosing, "make_trainer", make_alone)
     model = tiny_model("llama_tied")
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     options = DiagnosisOptions(num_anchors=3, anchor_every=2, prior_rank=32, learning_rate=1e-3, mask_ratio=0.5)
     figures = diagnose(model, Rows(30), collate_fixed, options)
-    assert figures["num_matrices"] == 4 * 7 and list(figures["staleness"]) == [2, 4]
+    assert len(trainers) == 5 and figures["num_matrices"] == 4 * 7 and list(figures["staleness"]) == [2, 4]
     assert not all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items() if name in start)
     low, median, high = figures["matrices"]["energy in top 8"]
     assert 0 < low <= median <= high < 1 and figures["matrices"]["energy in top 64"][0] == pytest.approx(1)
@@ -163,6 +174,14 @@ def test_texts_become_rows(tmp_path, tokenizer):
     assert lengths == [4, 2, 4, 2]
     with pytest.raises(ValueError, match="--field=body: row 1 .* has no such text \\(text\\)"):
         read_texts(tmp_path / "a.jsonl", "body")
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n\n{oops\n')
+    with pytest.raises(
+        ValueError, match=r"--data=.*b.jsonl: line 3 is no JSON \(Expecting .* at character 2\): '{oops'"
+    ):
+        read_texts(tmp_path / "b.jsonl", "text")
+    (tmp_path / "b.txt").write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match="--data=.*b.txt: not UTF-8 at byte 2"):
+        read_texts(tmp_path / "b.txt", "text")
     with pytest.raises(ValueError, match="--length=1: must be at least 2"):
         token_rows(texts, tokenizer, 1)
     with pytest.raises(ValueError, match="no row has two tokens"):

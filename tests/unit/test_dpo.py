@@ -211,5 +211,5 @@ def test_command_line(tmp_path):
 def test_without_trl_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "hf_meshadapt.dpo")
-    with pytest.raises(ModuleNotFoundError, match=r"MeshAdaptDPOTrainer needs trl: pip install 'hf_meshadapt\[trl\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"MeshAdaptDPOTrainer needs trl: run pip install '\.\[trl\]' in a"):
         hf_meshadapt.MeshAdaptDPOTrainer  # noqa: B018 (names load on first use)

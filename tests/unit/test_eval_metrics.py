@@ -102,6 +102,15 @@ def test_an_answer_counts_by_what_it_returns(answer):
     assert execution_match(answer, GOLD, script=SCRIPT) is ANSWERS[answer]
 
 
+def test_no_query_is_no_match_of_one_that_finds_nothing():
+    nothing = "SELECT a FROM t WHERE a > 9"
+    assert execution_match("SELECT b FROM t WHERE a = 7", nothing, script=SCRIPT)
+    for answer in ("", ";", "-- I do not know", "/* SELECT a FROM t */", "```sql\n```"):
+        assert not execution_match(answer, nothing, script=SCRIPT), answer
+    with pytest.raises(ValueError, match="the reference query '' fails .there is no query in it"):
+        execution_match(nothing, "", script=SCRIPT)
+
+
 def test_order_counts_where_the_reference_has_one():
     ordered = GOLD + " ORDER BY a DESC"
     assert not execution_match(GOLD + " ORDER BY a", ordered, script=SCRIPT)

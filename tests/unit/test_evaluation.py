@@ -153,7 +153,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 def test_a_missing_lm_eval_says_what_to_install(monkeypatch):
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
     for needs_it in (lambda: run_harness("x", EvaluationOptions(("sciq",))), lambda: EvalCallback(["sciq"])):
-        with pytest.raises(ImportError, match="pip install 'hf_meshadapt.eval.'"):
+        with pytest.raises(ImportError, match="lm-eval: run pip install '..eval.' in a clone"):
             needs_it()
 
 

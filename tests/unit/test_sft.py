@@ -92,7 +92,7 @@ def test_options_that_are_refused(tmp_path, options, message):
 def test_without_trl_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "hf_meshadapt.sft")
-    with pytest.raises(ModuleNotFoundError, match=r"MeshAdaptSFTTrainer needs trl: pip install 'hf_meshadapt\[trl\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"MeshAdaptSFTTrainer needs trl: run pip install '\.\[trl\]' in a"):
         hf_meshadapt.MeshAdaptSFTTrainer  # noqa: B018 (names load on first use)
 
 

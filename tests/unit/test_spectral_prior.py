@@ -136,6 +136,29 @@ def test_stages_change_versions_with_the_whole_model():
         assert all(same(stage.get(name), whole.get(name)) for name in stage.held)
 
 
+def test_a_stage_without_corrected_matrices_changes_versions_with_the_others():
+    """As under adapters of late layers only; else its rank would say that there is no prior."""
+    other, bare = make_priors(refresh_steps=2), Priors([("layers.0.norm.weight", torch.zeros(8))], SpectralConfig())
+    bare.config = other.config
+    for version in (0, 3):
+        other.receive(arrival(other, version), version, step=version)
+        bare.receive({}, version, step=version)
+        for _ in range(3):
+            again = Priors((), other.config)
+            again.load_state(*json.loads(json.dumps(bare.state())))
+            assert again.version == bare.version == other.version
+            assert again.age_steps(9) == bare.age_steps(9) == other.age_steps(9)
+            assert again.taking_in == bare.taking_in == other.taking_in
+            other.advance(), bare.advance()
+        assert bare.version == version
+    with pytest.raises(ValueError, match="version 3 came after 3"):
+        bare.receive({}, 3, step=3)
+    old = other.state()[1]
+    del old["newest"]  # of checkpoints that only told it by parameter
+    again.load_state({}, old)
+    assert again.version == 3 and again.age_steps(9) == 6
+
+
 def test_a_version_that_overtakes_another_leaves_nothing_out():
     priors, patient = make_priors(), make_priors()
     for version in (1, 2, 3):
@@ -261,7 +284,9 @@ def test_a_state_of_another_rank_is_refused():
     priors = make_priors()
     priors.update(arrival(priors, 0), version=1, step=0)
     other = Priors([("layers.1.q.weight", torch.zeros(8, 8))], SpectralConfig(matrix_rank=2))
-    with pytest.raises(ValueError, match="layers.1.q.weight has shape .* and rank 4, not .* and 2"):
+    with pytest.raises(
+        ValueError, match="layers.1.q.weight has shape .* rank 4, not .* and 2: resume with the prior_rank"
+    ):
         other.load_state(*priors.state())
     assert other.version is None
 

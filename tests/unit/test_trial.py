@@ -1,15 +1,18 @@
-"""`meshadapt try`: rows from files, what is concluded from figures, and whole tiny trials."""
+"""`meshadapt try`: what is concluded from figures, and whole tiny trials."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from transformers import HfArgumentParser
 
+from hf_meshadapt import MeshAdaptArguments
 from hf_meshadapt.cli.main import main
 from hf_meshadapt.cli.trial import options_for
 from hf_meshadapt.trial import runs as trial_runs
@@ -22,59 +25,11 @@ from hf_meshadapt.trial.comparison import (
     losses_in_equal_time,
     recommend,
 )
-from hf_meshadapt.trial.data import form_of, hold_out, load_rows
+from hf_meshadapt.trial.data import hold_out
 from hf_meshadapt.trial.report import results, results_table
-from hf_meshadapt.trial.runs import StopAfter, TrialOptions, run_all
+from hf_meshadapt.trial.runs import StopAfter, TrialOptions, make_trainer, run_all
 from tests.equality import tiny_model
-from tests.sft import chats, completions, texts, tokenizer
-
-# Rows ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("data", "form"), [(texts, ["text"]), (chats, ["messages"]), (completions, ["prompt", "completion"])]
-)
-def test_rows_of_a_file(data, form, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    data(12, 1).add_column("source", ["made"] * 12).to_json(path)
-    rows = load_rows(str(path))
-    assert rows.column_names == form and len(rows) == 12
-
-
-def test_rows_of_text_files_are_their_lines(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    assert load_rows(str(tmp_path / "a.txt"))["text"] == load_rows(str(tmp_path))["text"] == ["one", "two"]
-
-
-def test_no_more_rows_are_looked_at_than_can_be_read(tmp_path):
-    texts(30, 1).to_json(tmp_path / "rows.jsonl")
-    rows, other = (load_rows(str(tmp_path / "rows.jsonl"), num_rows=8, seed=seed)["text"] for seed in (0, 1))
-    assert len(rows) == len(set(rows)) == 8 and set(rows) != set(other)
-
-
-def test_what_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ValueError, match="the folder has no data; put a .jsonl"):
-        load_rows(str(tmp_path))
-    (tmp_path / "a.pdf").touch()
-    with pytest.raises(ValueError, match="cannot be read as .pdf; give a .jsonl"):
-        load_rows(str(tmp_path / "a.pdf"))
-    with pytest.raises(ValueError, match="neither a file or folder here, nor a data set"):
-        load_rows(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="has columns question, answer: need messages, prompt with completion, text"):
-        form_of(["question", "answer"], "X")
-
-
-def test_held_out_rows_are_in_no_training_row():
-    rows = texts(30, 1)
-    doubled = rows.select([*range(30), *range(30)])
-    train, held_out = hold_out(doubled, 4)
-    assert len(held_out) == 8 and len(train) == 52
-    assert not set(train["text"]) & set(held_out["text"])
-    assert set(hold_out(rows, 4)[1]["text"]) == set(held_out["text"])  # whatever the order and the repeats
-    assert len(hold_out(rows, 100)[1]) == 6  # a fifth
-    with pytest.raises(ValueError, match="has 1 different rows"):
-        hold_out(rows.select([0, 0]), 1)
-
+from tests.sft import chats, texts, tokenizer
 
 # Conclusions ---------------------------------------------------------------------------------------------------------
 
@@ -194,18 +149,30 @@ def test_a_trial_of_chats_with_all_presets(model, rows_file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "preset,replicas,sync,options",
+    "recipe,replicas,sync,options",
     [
-        ("dense", 2, "allreduce", ""),
-        ("dense", 2, "powersgd", " --dp_sync powersgd"),
-        ("paper", 1, "allreduce", ""),
-        ("paper", 2, "allreduce", " --dp_sync allreduce"),
-        ("paper", 2, "streaming_diloco", ""),
+        (Recipe("dense"), 2, "allreduce", " --wire_dtype bfloat16"),
+        (Recipe("dense"), 2, "powersgd", " --wire_dtype bfloat16 --dp_sync powersgd"),
+        (Recipe("anchored", 0.25), 1, "allreduce", " --boundary_budget 0.25 --calibration_tokens 150"),
+        (Recipe("paper"), 1, "allreduce", " --anchor false"),
+        (Recipe("paper"), 2, "allreduce", " --anchor false --dp_sync allreduce"),
+        (Recipe("paper"), 2, "streaming_diloco", " --anchor false"),
     ],
 )
-def test_what_is_recommended_is_what_was_run(preset, replicas, sync, options):
-    args = SimpleNamespace(stages=3, replicas=replicas, dp_sync=sync)
-    assert options_for(Recipe(preset), args) == f"--pipeline_stages 3 --preset {preset}{options}"
+def test_what_is_recommended_is_what_was_run(recipe, replicas, sync, options, tmp_path, monkeypatch):
+    args = SimpleNamespace(stages=3, replicas=replicas, dp_sync=sync, calibration_tokens=150)
+    text = options_for(recipe, args)
+    assert text == f"--pipeline_stages 3 --preset {recipe.preset}{options}"
+    monkeypatch.setattr(trial_runs.AutoTokenizer, "from_pretrained", lambda name: tokenizer())
+    for make in ("_sft_trainer", "_text_trainer"):
+        monkeypatch.setattr(trial_runs, make, lambda options, arguments, rows, tokenizer: arguments)
+    settings = tiny_options(tmp_path, tmp_path, stages=3, replicas=replicas, dp_sync=sync, calibration_tokens=150)
+    ran = MeshAdaptArguments(**make_trainer(recipe, settings, None, 1))
+    words = [*text.split(), "--data_parallel_replicas", str(replicas), "--output_dir", str(tmp_path)]
+    (told,) = HfArgumentParser(MeshAdaptArguments).parse_args_into_dataclasses([*words, "--seed", "0", "--use_cpu"])
+    for part in ("boundary_config", "mesh_config", "data_parallel_config", "anchor_config"):
+        assert getattr(told, part)() == getattr(ran, part)(), part
+    assert (told.has_anchor, told.calibration_tokens) == (ran.has_anchor, ran.calibration_tokens)
 
 
 def tiny_options(model: Path, tmp_path: Path, **changes) -> TrialOptions:
@@ -234,8 +201,18 @@ def test_with_and_without_trl_the_same_rows_are_learnt(model, tmp_path, monkeypa
         run_quietly(tiny_options(model, tmp_path), chats)
 
 
-def test_one_run_decides_on_the_steps_of_all(model, tmp_path):
+def test_one_run_decides_on_the_steps_of_all_and_none_outlives_another(model, tmp_path, monkeypatch):
+    trainers = []
+
+    def make_alone(*args):
+        assert not any(reference() for reference in trainers)
+        trainer = make_trainer(*args)
+        trainers.append(weakref.ref(trainer))
+        return trainer
+
+    monkeypatch.setattr(trial_runs, "make_trainer", make_alone)
     found = run_quietly(tiny_options(model, tmp_path, seconds_per_run=0.0), texts)
+    assert len(trainers) == 2
     assert {run.num_steps for run in found} == {1} and [step for step, _ in found[0].held_out] == [0, 1]
 
 
@@ -246,6 +223,12 @@ def test_runs_that_start_apart_do_not_compare(model, tmp_path, monkeypatch):
 
 
 def test_numbers_out_of_range_are_refused_before_anything_is_loaded(capsys):
-    for options, message in {"--stages 1": "must be at least 2", "--minutes 0": "must be positive"}.items():
+    for options, message in {
+        "--stages 1": "must be at least 2",
+        "--minutes 0": "must be positive",
+        "--replicas 0": "must be positive",
+        "--learning-rate -1": "must be positive",
+        "--budget 2": "must lie in (0, 1]",
+    }.items():
         assert main(["try", "/nowhere", "--data", "/nowhere", *options.split()]) == 2
         assert message in capsys.readouterr().err
