@@ -51,6 +51,8 @@ class SlowLinks:
             _run("ip", "-n", mine, "address", "add", f"{self.address(rank)}/24", "dev", INTERFACE)
             for device in ("lo", INTERFACE):
                 _run("ip", "-n", mine, "link", "set", device, "up")
+            # Segments of 64 kB, which the kernel makes for itself, would not fit into the queue of a slow link.
+            _run("ip", "-n", mine, "link", "set", INTERFACE, "gso_max_size", "3000")
             bucket = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
             _run("ip", "netns", "exec", mine, "tc", "qdisc", "add", "dev", INTERFACE, "root", *bucket)
 
