@@ -161,9 +161,12 @@ class Agreements:
     def agree_on_length(self, length: int) -> None:
         """To be called before a batch runs; an exchange over the pipeline only for a length that was not seen before.
 
+        Two lengths that both were seen are not compared: no message travels before a batch, and one for each would cost
+        its round trip. Gloo lets pass what is shorter than expected, and the digests of what was read, which travel with
+        the gradient norm or after an evaluation, tell; it aborts the process that gets more than it expects.
+
         Raises:
-            ValueError: the stages have batches of different lengths; on all of them. Gloo would abort the process that
-                gets more than it expects, and let pass what is shorter.
+            ValueError: a stage has a batch of a new length, and the others have new ones that differ; on all of them.
         """
         if self.groups is None or self.mesh.num_chunks == 1 or length in self.agreed_lengths:
             return

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 
 from .agreements import Agreements
-from .data_checks import IGNORED, NamingCollator, check_tokens, range_fault, token_range
+from .data_checks import IGNORED, NamingCollator, check_tokens, range_fault, row_fault, token_range
 from .engine import MeshEngine
 from .fingerprints import is_indexed, spread
 from .pipeline.microbatch import mask_rows
@@ -157,7 +157,7 @@ def sound(batch, engine: MeshEngine) -> dict:
 
 
 def agreed_num_items(
-    batches: list[dict], count_labels: CountLabels, engine: MeshEngine, anchoring, step: int
+    batches: list[dict], count_labels: CountLabels, engine: MeshEngine, anchoring, step: int, rows: int
 ) -> torch.Tensor:
     """Predicted tokens of an optimizer step over all replicas, on the CPU; 1 where there are none, so that such a step
     has loss 0 and no gradient. Trainer would divide by 0 and make every weight NaN.
@@ -165,9 +165,11 @@ def agreed_num_items(
     Args:
         batches: this process's, `checked`.
         step: optimizer steps taken so far.
+        rows: of a batch, at most.
 
     Raises:
-        ValueError: a batch of some replica has a token, label or position outside the model's tables; on all ranks.
+        ValueError: a batch of some replica has a token, label or position outside the model's tables, or too many rows; on
+            all ranks.
     """
     count, fault = torch.zeros((), dtype=torch.long), None
     if batches:
@@ -176,10 +178,10 @@ def agreed_num_items(
         count = facts[:, 0].sum()
         layout = engine.parts.layout
         faults = (range_fault(extremes, layout.vocab_size, layout.num_positions) for extremes in facts[:, 1:])
-        fault = next(filter(None, faults), None)
+        fault = next(filter(None, faults), None) or row_fault(max(len(batch["labels"]) for batch in batches), rows)
     count, num_faults = anchoring.sum_over_replicas(torch.stack([count, torch.tensor(int(fault is not None))]))
     if num_faults:
-        raise ValueError(fault or "another replica's batch has tokens outside the model's tables: see its error")
+        raise ValueError(fault or "another replica's batch cannot be run: see its error")
     if batches and not count and engine.topology.rank == 0:
         logger.warning(
             "At step %d no row of any replica has a label that counts: the loss is 0 and the optimizer steps without a "
@@ -212,6 +214,21 @@ def refuse_unlabelled(loader: DataLoader, rows: int, count_labels: CountLabels, 
         "Let the labels of what shall be learnt be its tokens; look at the completion mask, and whether truncation cuts "
         "the completions off"
     )
+
+
+def warn_of_short(batch: dict, rows: int, engine: MeshEngine) -> bool:
+    """Whether a batch has fewer rows than `rows`, of which it then warns."""
+    found = len(batch["labels"])
+    if found < rows and engine.topology.stage == 0:
+        logger.warning(
+            "The data collator made a batch of %d rows where the batch size makes room for %d: copies that count for "
+            "nothing fill it up, and cost as much as what they copy. Of a collator that joins examples into one row "
+            "(DataCollatorWithFlattening) set the batch size to the rows that it makes, or pack the examples beforehand, "
+            "as packing of MeshAdaptSFTConfig does",
+            found,
+            rows,
+        )
+    return found < rows
 
 
 def num_real(batch: dict) -> int:

@@ -7,9 +7,11 @@ apply; `merge_index` then turns the shards of all stages into one standard shard
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -199,8 +201,17 @@ def _complete_shards(folder: Path, stages: list[int] | None = None) -> list[Path
 
 
 @torch.no_grad()
-def load_stage_weights(model: nn.Module, owned: list[str], folder: Path, extra_names: dict[str, str] | None = None):
+def load_stage_weights(
+    model: nn.Module,
+    owned: list[str],
+    folder: Path,
+    extra_names: dict[str, str] | None = None,
+    convert: Callable[[torch.dtype], dict[str, torch.Tensor]] | None = None,
+) -> None:
     """Copies a checkpoint's weights into this stage's parameters and buffers in place; reads no others.
+
+    transformers stores some weights under other names or in another form than the model holds them (an expert by
+    itself, where the model has one tensor of all). These it must read itself.
 
     Args:
         model: this stage's `PreTrainedModel`.
@@ -208,11 +219,12 @@ def load_stage_weights(model: nn.Module, owned: list[str], folder: Path, extra_n
         folder: a checkpoint with an index and shards, or a single `model.safetensors`.
         extra_names: stored name by further local name: `{"lm_head.weight": "model.embed_tokens.weight"}` for the copy
             of a tied embedding on the last stage.
+        convert: returns what `from_pretrained` makes of this stage in a dtype, by local name; called only where
+            something is stored in another form. None where nothing can be.
 
     Raises:
         FileNotFoundError: the folder or a shard has no weights.
         ValueError: weights are missing from the checkpoint or the model, or differ in shape.
-        NotImplementedError: transformers stores a wanted weight in another form (fused experts).
     """
     stored_names = {name: name for name in owned} | (extra_names or {})
     local = model.state_dict()
@@ -220,9 +232,19 @@ def load_stage_weights(model: nn.Module, owned: list[str], folder: Path, extra_n
     if absent:
         raise ValueError(f"this stage's model does not hold {some_names(absent)}, so {folder} cannot fill them")
     files = weight_map(folder)
-    missing = {name for name, stored in stored_names.items() if stored not in files}
-    if missing:
-        _explain_missing(model, {name: local[name] for name in missing}, files, folder)
+    elsewhere = [name for name, stored in stored_names.items() if stored not in files]
+    if elsewhere:
+        sought = {stored_names[name]: local[name] for name in elsewhere}
+        absent = set(sought if convert is None else _stored_form(model, sought)) - set(files)
+        if absent:
+            raise ValueError(
+                f"{folder} lacks the weights {some_names(absent)}: it holds another architecture, or not all stages' shards"
+            )
+        # The widest of their types, so that nothing is rounded on the way.
+        converted = convert(functools.reduce(torch.promote_types, {local[name].dtype for name in elsewhere}))
+        for name in elsewhere:
+            _copy(local[name], converted[name], name, folder)
+            del stored_names[name]
     for path in sorted({files[stored] for stored in stored_names.values()}):
         with safe_open(path, framework="pt") as shard:
             for name, stored in stored_names.items():
@@ -230,21 +252,15 @@ def load_stage_weights(model: nn.Module, owned: list[str], folder: Path, extra_n
                     _copy(local[name], shard.get_tensor(stored), name, path)
 
 
+def _stored_form(model, tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Names under which transformers stores these weights of the model, in whatever form."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return set(revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in tensors.items()}))
+
+
 def _copy(target: torch.Tensor, source: torch.Tensor, name: str, path: Path) -> None:
     # copy_ would broadcast a smaller tensor without a word.
     if target.shape != source.shape:
         raise ValueError(f"{name} has shape {tuple(target.shape)} here and {tuple(source.shape)} in {path}")
     target.copy_(source)
-
-
-def _explain_missing(model, missing: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> None:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    for name, tensor in sorted(missing.items()):
-        if any(stored in files for stored in revert_weight_conversion(model, {name: tensor})):
-            raise NotImplementedError(
-                f"transformers stores {name} in another form in {folder}: load this stage with from_pretrained"
-            )
-    raise ValueError(
-        f"{folder} lacks the weights {some_names(missing)}: it holds another architecture, or not all stages' shards"
-    )

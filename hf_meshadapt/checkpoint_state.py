@@ -79,20 +79,18 @@ def load_optimizer_state(optimizer, named_parameters, tensors: dict[str, torch.T
     Args:
         optimizer: the torch optimizer itself, its groups already made. Group options are matched by the parameters'
             names, so that another mesh shape may distribute the parameters differently.
-        named_parameters: (name, parameter) pairs that name every parameter of the optimizer by its saved name (the
-            copy of a tied embedding by the embedding's).
+        named_parameters: (name, parameter) pairs that name what was saved (the copy of a tied embedding by the
+            embedding's name). Parameters of the optimizer without a name here are left alone, as saving leaves them out.
         tensors, scalars: as `optimizer_state_by_name` or `load_optimizer_files` returned them.
 
     Raises:
-        ValueError: a parameter has no name or no saved state, or one group's parameters had different options.
+        ValueError: a named parameter has no saved state, or one group's parameters had different options.
     """
     name_of = {parameter: name for name, parameter in named_parameters}
     options_of = {name: group["options"] for group in scalars["groups"] for name in group["names"]}
     for i, group in enumerate(optimizer.param_groups):
-        unnamed = [tuple(parameter.shape) for parameter in group["params"] if parameter not in name_of]
-        if unnamed:
-            raise ValueError(f"parameters of shapes {unnamed} in optimizer group {i} have no name: pass all of them")
-        names = [name_of[parameter] for parameter in group["params"]]
+        named = [(name_of[parameter], parameter) for parameter in group["params"] if parameter in name_of]
+        names = [name for name, _ in named]
         missing = [name for name in names if name not in options_of or name not in scalars["state"]]
         if missing:
             raise ValueError(f"no saved optimizer state for {some_names(missing)}")
@@ -100,7 +98,7 @@ def load_optimizer_state(optimizer, named_parameters, tensors: dict[str, torch.T
             raise ValueError(f"optimizer group {i} joins parameters that were saved with different options (lr, ...)")
         if names:
             _set_options(group, options_of[names[0]])
-        for name, parameter in zip(names, group["params"]):
+        for name, parameter in named:
             saved = scalars["state"][name]
             entries = {key: _placed(key, tensors[f"{name}/{key}"], group, parameter) for key in saved["tensors"]}
             optimizer.state[parameter] = entries | saved["values"]
@@ -113,6 +111,15 @@ def _set_options(group: dict, options: dict) -> None:
             present.fill_(value)
         else:
             group[key] = tuple(value) if isinstance(present, tuple) else value
+
+
+def load_scheduler_state(scheduler, state: dict, optimizer) -> None:
+    """Puts saved state into a scheduler, and its learning rates into those groups of the optimizer that train nothing
+    here: no parameter's name brings them theirs, and schedulers go on from what a group has."""
+    scheduler.load_state_dict(state)
+    for group, rate in zip(optimizer.param_groups, state.get("_last_lr", ())):
+        if not any(parameter.requires_grad for parameter in group["params"]):
+            _set_options(group, {"lr": rate})
 
 
 def _placed(key: str, value: torch.Tensor, group: dict, parameter: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,17 @@ def check_tokens(batch: dict) -> dict:
     return {**batch, "input_ids": batch["input_ids"].long(), "labels": batch["labels"].long()}
 
 
+def row_fault(found: int, rows: int) -> str | None:
+    """What is wrong with a batch of so many rows where there is room for `rows`, with the remedy; None if nothing is."""
+    if found <= rows:
+        return None
+    return (
+        f"the data collator made a batch of {found} rows, and there is room for {rows}: per_device_train_batch_size, or "
+        "per_device_eval_batch_size, for each replica of this process. Let it return one row for each example, and cut "
+        "long examples into several beforehand, for example with dataset.map"
+    )
+
+
 def token_range(batch: dict) -> torch.Tensor:
     """Smallest and largest token, label (`IGNORED` left out; 0 if there is none) and position: (6,) int64, on the batch's
     device."""

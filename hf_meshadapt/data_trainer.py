@@ -6,12 +6,23 @@ import torch
 from torch.utils.data import RandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from .batches import agreed_num_items, checked, drawn_alike, num_real, shard_by_replica, tensors_of, without_repeats
+from .batches import (
+    agreed_num_items,
+    checked,
+    drawn_alike,
+    num_real,
+    shard_by_replica,
+    tensors_of,
+    warn_of_short,
+    without_repeats,
+)
 from .sampling import EpochSampler
 
 
 class DataMixin:
     """Base of `MeshAdaptMixin`."""
+
+    _told_of_short = False
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -42,12 +53,21 @@ class DataMixin:
         with drawn_alike(self.engine, self.args.seed, self.state.global_step):
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [checked(batch) for batch in batches]
+        rows = self._rows(training=True) * len(self.engine.local_replicas)
+        self._look_for_short(batches, rows)
         if batches and self.accelerator.gradient_state.end_of_dataloader:
             # Not of the loader in use: on a resume it skips batches and does not know its size.
             batches[-1] = without_repeats(batches[-1], self.callback_handler.train_dataloader, self.engine)
-        return batches, agreed_num_items(
-            batches, self._count_labels, self.engine, self.anchoring, self.state.global_step
-        )
+        step = self.state.global_step
+        return batches, agreed_num_items(batches, self._count_labels, self.engine, self.anchoring, step, rows)
+
+    def _look_for_short(self, batches: list[dict], rows: int) -> None:
+        """Warns, once, of a batch with fewer rows that is not the last of its loader."""
+        state = self.accelerator.gradient_state
+        if self._told_of_short or not state.in_dataloader:  # a loader of the person's own does not tell of its end
+            return
+        others = batches[:-1] if state.end_of_dataloader else batches
+        self._told_of_short = any(warn_of_short(batch, rows, self.engine) for batch in others)
 
     def _get_num_items_in_batch(self, batch_samples, device):
         return None  # counted in get_batch_samples, over replicas instead of WORLD

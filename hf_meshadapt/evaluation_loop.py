@@ -77,6 +77,7 @@ def read(trainer, dataloader, predicts: bool) -> Iterator[tuple[dict, bool, bool
         if not labelled and isinstance(batch.get("input_ids"), torch.Tensor):
             batch = {**batch, "labels": torch.full_like(batch["input_ids"], -100)}
         batch = trainer._prepare_inputs(sound(batch, trainer.engine))
+        trainer._look_for_short([batch], trainer._rows(training=False) * len(trainer.engine.local_replicas))
         is_last = trainer.accelerator.gradient_state.end_of_dataloader
         yield without_repeats(batch, dataloader, trainer.engine) if is_last else batch, labelled, is_last
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import shutil
@@ -32,6 +33,7 @@ from .checkpoint_state import (
     load_optimizer_files,
     load_optimizer_state,
     load_rank_state,
+    load_scheduler_state,
     optimizer_state_by_name,
     restore_rng,
     save_optimizer_files,
@@ -39,6 +41,7 @@ from .checkpoint_state import (
 )
 from .config import BoundaryConfig
 from .engine import MeshEngine
+from .pipeline.intake import read_part
 from .shard_transfer import gather_files, is_shared
 from .sync_checkpoint import load_sync_state, save_sync_state
 
@@ -218,17 +221,17 @@ def load_weights(engine: MeshEngine, folder: Path) -> None:
         raise ValueError(
             f"{folder} holds {held}, and this run trains {trained}: resume with what wrote it, or start anew"
         )
-    whole = (parts.saved_names(), parts.stored_name_of_copy())
-    owned, renamed = whole if parts.adapter is None else ([], parts.adapter_names)
-    load_stage_weights(parts.model, owned, folder, renamed)
+    if parts.adapter is not None:
+        load_stage_weights(parts.model, [], folder, parts.adapter_names)
+    else:
+        convert = functools.partial(read_part, parts, folder, engine.mesh, engine.topology.stage)
+        load_stage_weights(parts.model, parts.saved_names(), folder, parts.stored_name_of_copy(), convert)
     engine.replication.restart()  # from these weights
 
 
 def load_state(engine: MeshEngine, folder: Path, optimizer: torch.optim.Optimizer, scheduler) -> None:
     """Optimizer, scheduler, sync and boundary state; another mesh shape takes what is kept by parameter name."""
-    parts = engine.parts
-    copies = parts.stored_name_of_copy()
-    named = [(copies.get(name, name), parameter) for name, parameter in parts.named_trainable()]
+    named = engine.parts.stored_trainable()
     tensors, scalars = load_optimizer_files(folder, {name for name, _ in named})
     load_optimizer_state(optimizer, named, tensors, scalars)
     load_sync_state(engine, folder, optimizer)
@@ -236,7 +239,7 @@ def load_state(engine: MeshEngine, folder: Path, optimizer: torch.optim.Optimize
         state = load_rank_state(folder, engine.topology.rank)
     except FileNotFoundError:
         state = load_rank_state(folder, 0)
-    scheduler.load_state_dict(state.scheduler)
+    load_scheduler_state(scheduler, state.scheduler, optimizer)
     if engine.needs_calibration:
         _load_boundaries(engine, folder, calibrated=state.extra["calibrated"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +23,13 @@ from transformers.trainer_utils import (
 from . import mesh_checkpoint
 from .anchoring.choice import make_anchoring
 from .arguments import MeshAdaptArguments
-from .batches import (
-    refuse_unlabelled,
-    sound,
-    source_of,
-    tensors_of,
-)
+from .batches import refuse_unlabelled, tensors_of
+from .calibration_batches import calibration_batches
 from .data_trainer import DataMixin
 from .engine import MeshEngine
 from .evaluation_loop import evaluation_loop
 from .fingerprints import launch_fingerprint
+from .given_optimizer import drop_foreign, parameter_ids
 from .hub_trainer import HubMixin
 from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
@@ -93,6 +89,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         # State of an optimizer that the caller brings is not known here, and the anchor circuit has none.
         own_optimizer = named.get("optimizer_cls_and_kwargs") or any(named.get("optimizers") or ())
         optimizer = "" if own_optimizer or args.runs_anchor else args.optim
+        whole = parameter_ids(model)
         model = self.engine.take_model(model, args.model_dtype, args.device, optimizer, peft_config, args.seed)
         args._n_gpu = min(1, args.n_gpu)  # never DataParallel over the local GPUs
         super().__init__(model=model, args=args, **named)
@@ -100,6 +97,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         refuse_raw_data(self)
         self.engine.build(args.device, self.accelerator.autocast, self._loss_function(), self.rows_per_example)
         refuse_optimizer(self)
+        drop_foreign(self.optimizer, whole, self.model)
         self.anchoring = make_anchoring(self)
         self._evaluated: tuple[str, int] | None = None  # prefix and batches of the last one, until timed
         self._undo_step_hook: Callable[[], None] = lambda: None
@@ -155,26 +153,8 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         return prepared
 
     def _calibrate(self, dataloader) -> None:
-        """Uncoded passes over the first rows of the training set, read apart from the run's own data order.
-
-        Every replica looks at rows of its own, all at the same number of batches.
-        """
-        rows, local = self._rows(training=True), self.engine.local_replicas
-        everyone = rows // self.rows_per_example * self.engine.mesh.replicas
-        source, batches, left = iter(source_of(dataloader)), [], self.args.calibration_tokens
-        while left > 0:
-            examples = list(itertools.islice(source, everyone))
-            if not batches:  # a small dataset
-                examples = list(itertools.islice(itertools.cycle(examples), everyone))
-            if len(examples) < everyone:
-                break
-            batch = tensors_of(sound(dataloader.collate_fn(examples), self.engine))
-            left -= batch["labels"].numel()
-            mine = {name: value[rows * local[0] : rows * (local[-1] + 1)] for name, value in batch.items()}
-            batches.append(self._prepare_inputs(mine))
-        if not batches:
-            raise ValueError("train_dataset is empty: boundaries cannot be calibrated on it. Give it at least one row")
-        self.engine.calibrate(batches, rows, self.args.gradient_accumulation_steps)
+        batches = calibration_batches(self, dataloader)
+        self.engine.calibrate(batches, self._rows(training=True), self.args.gradient_accumulation_steps)
 
     def _calibration_is_due(self) -> bool:
         if self.anchoring.calibrates:

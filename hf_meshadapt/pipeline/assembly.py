@@ -171,16 +171,15 @@ def load_own(
     """Loads a pretrained model, of it only this rank's parts (all where it runs all); a tied head is tied still.
 
     Args:
-        source, whole, dtype: as for `load_model`.
-        layout: of `whole`.
+        source, dtype: as for `load_model`.
+        whole: a model of its class and configuration, with weights or without.
+        layout: of the whole model.
         spans: the layers of every chunk.
     """
-    from transformers import AutoModelForCausalLM
-
     dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    if mesh.num_chunks == 1 or mesh.emulated:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     model_class = type(whole)
+    if mesh.num_chunks == 1 or mesh.emulated:
+        return model_class.from_pretrained(source, config=whole.config, dtype=dtype)
 
     def build_pruned(self, config, *args, **kwargs):
         model_class.__init__(self, config, *args, **kwargs)

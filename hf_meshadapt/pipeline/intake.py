@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from ..config import MeshConfig
 from ..memory import RankWeights
 from .adapters import add_adapters, is_adapted
-from .assembly import cut_model, load_model, load_own, plan_spans
+from .assembly import ModelParts, cut_model, load_model, load_own, plan_spans
 from .footprint import outline_weights
 from .layout import ModelLayout, fill_in, find_layout
 from .outline import outline_model
@@ -72,6 +73,16 @@ def take_model(
         adapter = add_adapters(loaded, peft_config, seed)
         cut = cut_model(loaded, mesh, stage)
     return (cut[0] if adapter is None else adapter), cut
+
+
+def read_part(parts: ModelParts, folder: Path, mesh: MeshConfig, stage: int, dtype: torch.dtype) -> dict:
+    """What transformers reads for the parts of a rank from a checkpoint of the same model: state_dict on the CPU.
+
+    Args:
+        dtype: of the weights.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return load_own(str(folder), parts.model, parts.layout, parts.spans, mesh, stage, name).state_dict()
 
 
 def _loaded(model, dtype: str) -> nn.Module:

@@ -6,6 +6,7 @@ import torch
 
 from ..boundary.prf import microbatch_key
 from ..boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
+from ..data_checks import row_fault
 
 Batch = dict[str, torch.Tensor]
 
@@ -15,9 +16,14 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
 
     Buffers of the pipeline are sized once, and torch cannot run uneven microbatches; rows without a label add nothing
     to loss or gradient.
+
+    Raises:
+        ValueError: it has more.
     """
     missing = rows - len(batch["labels"])
-    if missing <= 0:
+    if fault := row_fault(len(batch["labels"]), rows):
+        raise ValueError(fault)
+    if not missing:
         return batch
     padded = {name: torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) for name, value in batch.items()}
     return mask_rows(padded, rows - missing)

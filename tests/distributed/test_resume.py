@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import shutil
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_meshadapt import checkpoint, mesh_checkpoint
+from tests.architectures import make_architecture
 from tests.equality import collate, mesh_trainer, tiny_model
 from tests.launch import start_ranks
 from tests.matrix.trainer_runs import Counter
-from tests.runs import DENSE, INTERLEAVED, MASKED, NUM_ROWS, ROWS, TWO_STAGES, assert_same_run, fork, train
+from tests.runs import DENSE, INTERLEAVED, MASKED, NUM_ROWS, ROWS, TWO_STAGES, assert_same_run, fork, outcome, train
 
 # Resume in a new process ---------------------------------------------------------------------------------------------
 
@@ -46,6 +49,33 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, mesh):
     resumed = fork(train, num_ranks, resume=True, **options)
     assert_same_run(resumed, whole)
     assert not any(run["warnings"] for run in resumed)
+
+
+def train_with_own_optimizer(rank: int, *, folder: Path) -> list[dict]:
+    """A whole run and one that resumes it, of a mixture of experts, which transformers stores in another form, with an
+    optimizer and a scheduler for all of the model's parameters."""
+    outcomes = []
+    for resume in (None, str(folder / "checkpoint-1")):
+        model = make_architecture("mixtral")
+        model.model.embed_tokens.weight.requires_grad_(False)
+        # The first stage, which tells the rate, has nothing of the first group.
+        optimizer = torch.optim.AdamW([{"params": p} for p in reversed(list(model.parameters()))], lr=1e-2)
+        given = {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))}
+        held = [weakref.ref(layer.self_attn.q_proj.weight) for layer in model.model.layers]
+        options = dict(DENSE, max_steps=3, save_strategy="steps", save_steps=1, trainer=given, **TWO_STAGES)
+        trainer = mesh_trainer(model, ROWS, str(folder), **options)
+        gc.collect()
+        assert [parameter() is not None for parameter in held] == [rank == 0] * 2 + [rank == 1] * 2
+        trainer.train(resume_from_checkpoint=resume)
+        rates = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
+        outcomes.append(outcome(trainer) | {"rates": rates})
+    return outcomes
+
+
+def test_a_given_optimizer_resumes_and_keeps_no_other_stages_parameters(tmp_path):
+    for whole, resumed in fork(train_with_own_optimizer, 2, folder=tmp_path):
+        assert_same_run([resumed], [whole])
+        assert whole["rates"] == resumed["rates"] and len(set(whole["rates"])) == 3
 
 
 def test_callbacks_of_one_class_get_their_own_states_back(tmp_path):

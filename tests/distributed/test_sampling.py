@@ -7,31 +7,49 @@ import re
 import tempfile
 
 import pytest
+import torch
 
 from tests.equality import VOCAB, collate, mesh_trainer, tiny_model
 from tests.launch import run_ranks
 
+
+def collate_drawing(rows) -> dict:
+    """Replaces all but first tokens at random, as masked language modelling and random crops do."""
+    batch = collate(rows, multiple=16)
+    drawn = torch.randint(3, VOCAB, batch["input_ids"].shape)
+    drawn[:, 0] = batch["input_ids"][:, 0]
+    return {**batch, "input_ids": drawn}
+
+
+CALIBRATED = dict(preset="anchored", boundary_budget=0.5, calibration_tokens=256)
 ORDERS = {
     "random": {},
     "grouped": dict(train_sampling_strategy="group_by_length"),
     "unseeded": dict(accelerator_config={"use_seedable_sampler": False}),
     "sequential": dict(train_sampling_strategy="sequential"),
+    "drawn": dict(collator=collate_drawing, calibration_every=2, **CALIBRATED),
 }
 
 
-def read_rows(rank: int, folder: str, order: dict) -> list[list[int]]:
-    """First tokens of every batch over two epochs and a bit; dropout draws more numbers on one stage."""
+def read_rows(rank: int, folder: str, order: dict) -> tuple[list[list[int]], list[list[int]]]:
+    """First tokens of every batch over two epochs and a bit, and all of every calibration's batches; dropout draws more
+    numbers on one stage."""
     model = tiny_model("gpt2", dropout=0.2)
     trainer = mesh_trainer(model, 4, folder, 24, max_steps=7, pipeline_stages=2, pipeline_split="3,1", **order)
-    step, rows = trainer.training_step, []
+    step, rows, calibrations = trainer.training_step, [], []
+    calibrate = trainer.engine.calibrate
 
     def note_rows(model, inputs, num_items=None):
         rows.append(inputs["input_ids"][:, 0].tolist())
         return step(model, inputs, num_items)
 
-    trainer.training_step = note_rows
+    def note_calibration(batches, *args):
+        calibrations.extend(batch["input_ids"].flatten().tolist() for batch in batches)
+        calibrate(batches, *args)
+
+    trainer.training_step, trainer.engine.calibrate = note_rows, note_calibration
     trainer.train()
-    return rows
+    return rows, calibrations
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -39,7 +57,9 @@ def test_stages_read_the_same_rows_and_every_epoch_has_its_order(tmp_path, order
     function = functools.partial(read_rows, folder=str(tmp_path / "run"), order=ORDERS[order])
     first, second = run_ranks(function, 2, tmp_path / "ranks")
     assert first == second
-    epochs = [sum(first[i : i + 6], []) for i in (0, 6)]
+    rows, calibrations = first
+    assert len(calibrations) == (4 * 4 if order == "drawn" else 0)  # before steps 0, 2, 4 and 6
+    epochs = [sum(rows[i : i + 6], []) for i in (0, 6)]
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert (epochs[0] == epochs[1]) == (order == "sequential")
 
@@ -64,7 +84,10 @@ def read_differently(rank: int) -> list[str]:
             with pytest.raises(ValueError) as caught:
                 getattr(trainer, action)()
             said.append(str(caught.value))
-    return said
+    trainer = mesh_trainer(tiny_model("llama"), 4, tempfile.mkdtemp(), collator=collator, **mesh, **CALIBRATED)
+    with pytest.raises(ValueError) as caught:
+        trainer.train()
+    return [*said, str(caught.value)]
 
 
 def test_stages_that_read_different_batches(tmp_path):
@@ -76,3 +99,4 @@ def test_stages_that_read_different_batches(tmp_path):
     found = r"have read different batches {} \(stage 0: {} positions, token ids sum to \d+; stage 1: {} positions"
     assert re.search(found.format("in step 0", 128, 128), first[2]), first[2]
     assert re.search(found.format("in an evaluation", 352, 352), first[3]), first[3]
+    assert re.search(found.format("for the calibration before step 0", 256, 256), first[4]), first[4]

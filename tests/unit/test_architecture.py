@@ -154,6 +154,8 @@ LAYERS = [
     },
     {
         "evaluation_loop",
+        "calibration_batches",
+        "given_optimizer",
         "trainer_checks",
         "sft_checks",
         "dpo_checks",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_meshadapt.checkpoint import load_stage_weights, merge_index, save_stage
 from hf_meshadapt.checkpoint_folder import INDEX_NAME
-from tests.tiny_stages import KINDS, PARTS, SIZES, assert_same_weights, cut, save_all_stages, tiny_model
+from hf_meshadapt.config import MeshConfig
+from hf_meshadapt.pipeline.intake import read_part
+from hf_meshadapt.pipeline.split_run import cut_apart
+from tests.architectures import make_architecture
+from tests.tiny_stages import KINDS, PARTS, assert_same_weights, cut, save_all_stages, tiny_model
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -67,17 +71,36 @@ def test_index_gives_the_size_of_all_weights(tmp_path):
     assert set(index["weight_map"]) == {name for name, _ in whole.named_parameters()}
 
 
-def test_fused_experts_are_saved_as_transformers_saves_them(tmp_path):
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
-    whole = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=4, **heads, **SIZES)
-    )
-    save_all_stages(tmp_path, whole, "llama", False)
+# A weight of the last stage that transformers stores in another form: experts by themselves, or under another name.
+CONVERTED = {"mixtral": "model.layers.3.block_sparse_moe.experts.2.w2.weight", "gpt_neox": "embed_out.weight"}
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_weights_in_another_form_are_saved_as_transformers_saves_them_and_loaded(tmp_path, kind):
+    whole, mesh = make_architecture(kind), MeshConfig(stages=2)
+    for stage, parts in enumerate(cut_apart(whole, mesh)):
+        save_stage(parts.model, parts.saved_names(), tmp_path, stage, 2)
     merge_index(tmp_path)
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path), whole)
-    with pytest.raises(NotImplementedError, match="layers.0.mlp.experts.down_proj in another form.*from_pretrained"):
-        load_stage_weights(*cut(whole, "llama", False, 0, 2), tmp_path)
+
+    (tmp_path / "config.json").unlink()  # a machine without the first stage has none
+    for stage, parts in enumerate(cut_apart(make_architecture(kind, seed=1), mesh)):
+        places = {name: tensor.data_ptr() for name, tensor in parts.model.state_dict().items()}
+        names = (parts.saved_names(), tmp_path, parts.stored_name_of_copy())
+        if kind == "mixtral" or stage == 1:
+            with pytest.raises(
+                ValueError, match=f"lacks the weights.*{'experts' if kind == 'mixtral' else 'lm_head'}"
+            ):
+                load_stage_weights(parts.model, *names)
+        load_stage_weights(parts.model, *names, functools.partial(read_part, parts, tmp_path, mesh, stage))
+        for name in parts.saved_names():
+            assert torch.equal(parts.model.state_dict()[name], whole.state_dict()[name]), name
+            assert parts.model.state_dict()[name].data_ptr() == places[name]
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    del index["weight_map"][CONVERTED[kind]]
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"lacks the weights {CONVERTED[kind]}: it holds another"):
+        load_stage_weights(parts.model, *names, functools.partial(read_part, parts, tmp_path, mesh, stage))
 
 
 def test_merge_refuses_what_is_not_complete(tmp_path):

@@ -13,6 +13,7 @@ from hf_meshadapt.data_checks import NamingCollator, check_tokens, range_fault, 
 from hf_meshadapt.pipeline.layout import find_layout
 from tests.equality import VOCAB, Rows, collate_fixed, mesh_trainer, tiny_model
 from tests.mistakes import ROWS, Stream, Table, plain, run
+from tests.runs import collect_warnings
 
 ANCHORED, DENSE = {"pipeline_stages": 2}, {"pipeline_stages": 2, "preset": "dense"}
 
@@ -114,6 +115,41 @@ def test_a_collator_that_fails_is_named():
 
     with pytest.raises(NotImplementedError, match="of its own"):
         NamingCollator(refuse)([{}])
+
+
+def collate_twice(rows) -> dict:
+    return {name: torch.cat([value, value]) for name, value in collate_fixed(rows).items()}
+
+
+def collate_joined(rows) -> dict:
+    return {name: value.reshape(1, -1)[:, :32] for name, value in collate_fixed(rows).items()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_batches_of_more_rows_than_there_is_room_for(replicas, tmp_path):
+    options = {"pipeline_stages": 2, "data_parallel_replicas": replicas}
+    says = (
+        f"made a batch of {8 * replicas} rows, and there is room for {4 * replicas}: per_device_train_batch_size, or"
+    )
+    for preset in ("dense", "anchored"):
+        trainer = mesh_trainer(tiny_model("llama"), 4, str(tmp_path), 24, collate_twice, preset=preset, **options)
+        for action in (trainer.train, trainer.evaluate):
+            with pytest.raises(ValueError, match=says):
+                action()
+
+
+def test_batches_of_fewer_rows_warn_once(tmp_path):
+    options = {"max_steps": 3, "eval_strategy": "no", **DENSE}
+    for collator, action in ((collate_joined, "train"), (collate_joined, "evaluate"), (collate_fixed, "train")):
+        # 22 rows: the last batch of the data set is short, and no mistake.
+        trainer = mesh_trainer(tiny_model("llama"), 4, str(tmp_path), 22, collator, **options)
+        warnings = collect_warnings()
+        getattr(trainer, action)()
+        assert len(warnings) == (collator is collate_joined)
+        assert all("a batch of 1 rows where the batch size makes room for 4" in warning for warning in warnings)
+    warnings = collect_warnings()
+    trainer.evaluate()
+    assert not warnings
 
 
 # Each once ended in a traceback from torch, or in weights that are not finite.

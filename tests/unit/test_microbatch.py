@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
@@ -53,6 +54,10 @@ def test_rows_that_fill_a_batch_up_have_no_label():
     assert padded["input_ids"].tolist() == [[1, 2], [3, 4], [1, 2], [1, 2]]
     assert padded["labels"].tolist() == [[1, 2], [3, 4], [-100, -100], [-100, -100]]
     assert pad_rows(batch, 2) is batch
+    with pytest.raises(
+        ValueError, match="made a batch of 2 rows, and there is room for 1: per_device_train_batch_size"
+    ):
+        pad_rows(batch, 1)
     assert mask_rows(batch, 1)["labels"].tolist() == [[1, 2], [-100, -100]]
     assert batch["labels"].tolist() == [[1, 2], [3, 4]]
 

@@ -7,14 +7,16 @@ one microbatch; several only change the order of sums.
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import transformers
 
-from hf_meshadapt.checkpoint import merge_index, save_stage
+from hf_meshadapt.checkpoint import load_stage_weights, merge_index, save_stage
 from hf_meshadapt.config import BoundaryConfig, MeshConfig
 from hf_meshadapt.pipeline.assembly import cut_model, load_model, own_parts, wrap_chunks
+from hf_meshadapt.pipeline.intake import read_part
 from hf_meshadapt.pipeline.microbatch import microbatch_keys
 from hf_meshadapt.pipeline.outline import outline_model
 from hf_meshadapt.pipeline.ownership import leftover_claims
@@ -84,6 +86,7 @@ def test_the_emulated_mesh_is_the_whole_model(name):
 
 
 SAVED = ("llama", "gpt2", "opt", "phi3", "mixtral", "qwen3_next", "gemma3", "mamba", "bloom", "gpt_oss", "stablelm")
+SAVED += ("gpt_neox", "qwen3_moe", "deepseek_v3")
 
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "loaded"])
@@ -107,7 +110,7 @@ def test_a_part_of_a_model_does_not_generate(by_name, tmp_path):
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_load_and_save_the_whole_model(name, tied, tmp_path):
-    """Each stage loads its own part by name; their merged checkpoint is the original."""
+    """Each stage loads its own part by name; their merged checkpoint is the original, and is loaded in place again."""
     model = make_architecture(name, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "whole")
     mesh = MeshConfig(stages=3)
@@ -130,6 +133,15 @@ def test_stages_load_and_save_the_whole_model(name, tied, tmp_path):
     assert again.state_dict().keys() == expected.keys()
     for weight, tensor in again.state_dict().items():
         assert torch.equal(tensor, expected[weight]), weight
+
+    for stage, parts in enumerate(ranks):
+        copies, local = parts.stored_name_of_copy(), parts.model.state_dict()
+        for weight in (*parts.saved_names(), *copies):
+            local[weight].zero_()
+        convert = functools.partial(read_part, parts, tmp_path / "merged", mesh, stage)
+        load_stage_weights(parts.model, parts.saved_names(), tmp_path / "merged", copies, convert)
+        for weight in (*parts.saved_names(), *copies):
+            assert torch.equal(local[weight], expected[weight]), weight
 
 
 def test_gemma3n_is_refused():
