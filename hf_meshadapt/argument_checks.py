@@ -39,6 +39,15 @@ UNSUPPORTED = {
 }
 
 
+def mesh_annotations(cls: type) -> dict[str, str]:
+    """Fields that `MeshAdaptArguments`, or a mixin of it, adds to Trainer's or declares anew, and their types as written.
+
+    HfArgumentParser replaces those of `dataclasses.fields`; and subclasses have fields that are not ours to check.
+    """
+    own = [base for base in cls.__mro__ if base not in TrainingArguments.__mro__]
+    return {name: written for base in own for name, written in vars(base).get("__annotations__", {}).items()}
+
+
 class ArgumentChecks(SyncArguments):
     """Mixin of `MeshAdaptArguments`: checks its fields and fills in those that follow from others."""
 
@@ -46,8 +55,7 @@ class ArgumentChecks(SyncArguments):
         """Types, ranges and choices of single fields.
 
         Args:
-            annotations: of the class that adds the mesh's fields, as written. HfArgumentParser replaces those of
-                `dataclasses.fields`, and subclasses have fields that are not ours to check.
+            annotations: see `mesh_annotations`.
         """
         trainers_own = {field.name for field in fields(TrainingArguments)}
         for name, annotation in annotations.items():
@@ -120,6 +128,11 @@ class ArgumentChecks(SyncArguments):
                 raise user_error(name, seconds, "must be a positive number of seconds", "Try 600")
         if self.wire_backend == "nccl" and not self.emulated and (self.use_cpu or not torch.cuda.is_available()):
             raise user_error("wire_backend", "nccl", "needs a GPU for every rank", "Use gloo")
+        if self.pipeline_schedule == "1f1b" and self.pipeline_stages == 1:
+            raise user_error(
+                "pipeline_schedule", "1f1b", "has no effect with one stage: there is nothing to take turns with",
+                "Set pipeline_stages to 2 or more, or leave it unset",
+            )  # fmt: skip
         interleaved = self.pipeline_schedule == "interleaved"
         if interleaved and (self.pipeline_chunks_per_rank < 2 or self.pipeline_stages < 2):
             raise user_error(

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainingArguments
 
 from .anchor_arguments import AnchorArguments
-from .argument_checks import ArgumentChecks
+from .argument_checks import ArgumentChecks, mesh_annotations
 from .config import CODECS, PREDICTORS, SCHEDULES, WIRE_DTYPE_BYTES, BoundaryConfig, MeshConfig
 from .presets import PRESETS
 from .waiting import join_world
@@ -232,7 +232,7 @@ class MeshAdaptArguments(AnchorArguments, ArgumentChecks, TrainingArguments):
     )
 
     def __post_init__(self):
-        self._check_fields(MeshAdaptArguments.__annotations__)
+        self._check_fields(mesh_annotations(MeshAdaptArguments))
         self._resolve_circuit()
         self._resolve_boundary()
         self._check_mesh()

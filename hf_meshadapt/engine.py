@@ -16,6 +16,7 @@ from .fingerprints import Fingerprint, model_fingerprint
 from .ledger import Ledger
 from .memory import RankWeights
 from .mesh import MeshGroups, MeshTopology
+from .model_shape import shared_shape
 from .pipeline.assembly import ModelParts, build_stages
 from .pipeline.footprint import check_resident
 from .pipeline.intake import take_model
@@ -25,7 +26,7 @@ from .pipeline.runner import PipelineRunner, Runner
 from .pipeline.sequential import SequentialRunner
 from .pipeline.stage import LossFunction
 from .pipeline_gradients import PipelineGradients
-from .planner import AnchorPlan, BytePlan, ModelShape, byte_plan
+from .planner import AnchorPlan, BytePlan, byte_plan
 from .replication import Replication
 from .roll_call import leave_world_at_exit
 from .waiting import Waiter, within
@@ -272,30 +273,15 @@ class MeshEngine(PipelineGradients):
         return self.ledger.take(self.sum_over_ranks, stages=stages, alone=self.groups is None).logs()
 
     def plan(self, rows: int, length: int, accumulation: int) -> BytePlan:
-        """What one optimizer step sends, from shapes alone. Collective over the pipeline the first time."""
-        layout, tied = self.parts.layout, self.share({self.topology.stage: bool(self.parts.tied_copies())})
-        shape = ModelShape(
-            hidden_size=layout.hidden_size,
-            vocab_size=layout.vocab_size,
-            num_layers=layout.num_layers,
-            chunk_parameters=self._chunk_parameters(),
-            tied_embeddings=any(tied.values()),
-            embedding_size=layout.embedding_size,
-            sync_parts=self._sync_parts(),
-        )
-        counts = {"sequences": rows, "length": length, "accumulation": accumulation}
+        """What one optimizer step sends, from shapes alone. Collective over the pipeline."""
+        sync_parts = self.replication.synchronizer.parts()
         return byte_plan(
-            shape, self.mesh, self.boundary, **counts, data_parallel=self.data_parallel, anchor=self.anchor_plan
+            shared_shape(self.parts, sync_parts, self.topology.stage, self.share),
+            self.mesh,
+            self.boundary,
+            sequences=rows,
+            length=length,
+            accumulation=accumulation,
+            data_parallel=self.data_parallel,
+            anchor=self.anchor_plan,
         )
-
-    def _sync_parts(self) -> tuple:
-        shared = self.share(self.replication.synchronizer.parts())
-        return tuple(tuple(tuple(map(tuple, part)) for part in shared[stage]) for stage in sorted(shared))
-
-    def _chunk_parameters(self) -> tuple[int, ...]:
-        mine = {
-            chunk: sum(p.numel() for p in stage.parameters() if p.requires_grad)
-            for chunk, stage in self.parts.stages.items()
-        }
-        shared = self.share(mine)
-        return tuple(shared[chunk] for chunk in range(self.mesh.num_chunks))

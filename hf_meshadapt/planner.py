@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from hf_meshadapt.anchor.schedule import AnchorTraffic
 from hf_meshadapt.config import BoundaryConfig, DataParallelConfig, MeshConfig
-from hf_meshadapt.data_parallel.sizes import Shape
 from hf_meshadapt.link_bytes import GLOO_MESSAGE_BYTES, LinkBytes, all_gather_links, all_reduce_links
+from hf_meshadapt.model_shape import ModelShape
 from hf_meshadapt.sync_plan import check_links, low_rank_messages, message_links, sync_links
 
 PLAN_AXES = ("pipeline", "tied", "data_parallel", "anchor", "control")
@@ -28,42 +28,6 @@ FIGURE_BYTES = 8
 NUM_LINK_FIGURES = 6
 NUM_ANCHOR_COUNTS = 2
 ANCHOR_RANK = -1  # in the links of a plan: it is no rank of the mesh
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a model that decide its traffic.
-
-    Attributes:
-        hidden_size: width of the hidden stream that crosses boundaries.
-        vocab_size: rows of the embedding matrix.
-        num_layers: transformer blocks of the whole model.
-        chunk_parameters: trainable parameters of every model chunk in order; a tied matrix counts on both its ends.
-        tied_embeddings: input embedding and output head are one trainable matrix.
-        gradient_bytes: bytes of one gradient value in an all-reduce.
-        embedding_size: width of the embedding matrix, None where it is the hidden size.
-        sync_parts: shapes of the parameters that synchronise together, by stage and exchange; not read where the sync is
-            allreduce.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    chunk_parameters: tuple[int, ...]
-    tied_embeddings: bool = False
-    gradient_bytes: int = 4
-    embedding_size: int | None = None
-    sync_parts: tuple[tuple[tuple[Shape, ...], ...], ...] = ()
-
-    @property
-    def embedding_shape(self) -> Shape:
-        return self.vocab_size, self.embedding_size or self.hidden_size
-
-    @property
-    def embedding_bytes(self) -> int:
-        """Bytes of the embedding matrix's gradient."""
-        rows, columns = self.embedding_shape
-        return rows * columns * self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -263,8 +227,7 @@ def _data_parallel(model: ModelShape, mesh: MeshConfig, sync: DataParallelConfig
     for stage in range(mesh.stages):
         ranks = _data_parallel_ranks(mesh, stage)
         if sync.sync == "allreduce":
-            parameters = sum(model.chunk_parameters[stage :: mesh.stages])
-            yield from all_reduce_links("data_parallel", ranks, parameters * model.gradient_bytes)
+            yield from all_reduce_links("data_parallel", ranks, sum(model.chunk_bytes[stage :: mesh.stages]))
         else:
             yield from sync_links(ranks, model.sync_parts[stage], sync)
 

@@ -15,11 +15,11 @@ CHOICES = {
     "tied_embeddings": TIED_EMBEDDINGS,
 }
 DILOCO, STREAMING = ("diloco", "streaming_diloco"), ("streaming_diloco",)
-# Fields that only some syncs read: which ones, and the value where none is given.
+# Fields that only some syncs read: which ones, and the value where none is given. What others depend on comes first.
 SYNC_FIELDS = {
+    "outer_wire": (DILOCO, "bfloat16"),
     "matrix_rank": (("powersgd", *DILOCO), 32),
     "factor_dtype": (("powersgd", *DILOCO), "bfloat16"),
-    "outer_wire": (DILOCO, "bfloat16"),
     "sync_every": (DILOCO, 30),
     "outer_learning_rate": (DILOCO, 0.7),
     "outer_momentum": (DILOCO, 0.9),
@@ -148,15 +148,21 @@ class SyncArguments:
                 "Launch two replicas or more, or leave it unset",
             )  # fmt: skip
         for name, (syncs, default) in SYNC_FIELDS.items():
-            value = getattr(self, name)
-            if value is not None and self.dp_sync not in syncs:
-                raise user_error(
-                    name, value, f"has no effect with dp_sync={self.dp_sync}",
-                    f"Use it with {' or '.join(syncs)}, or leave it unset",
-                )  # fmt: skip
-            if value is None and self.dp_sync in syncs:
+            value, why, remedy = getattr(self, name), "", ""
+            if self.dp_sync not in syncs:
+                why, remedy = f"dp_sync={self.dp_sync}", f"Use it with {' or '.join(syncs)}"
+            elif name in ("matrix_rank", "factor_dtype") and not self._sends_factors():
+                why, remedy = f"outer_wire={self.outer_wire} and one stage", "Use outer_wire=powersgd"
+            if value is not None and why:
+                raise user_error(name, value, f"has no effect with {why}", f"{remedy}, or leave it unset")
+            if value is None and not why:
                 setattr(self, name, self._sync_default(name, default))
         self._check_sync()
+
+    def _sends_factors(self) -> bool:
+        # Of a tied embedding between its stages, too. An anchor's own stages say nothing of the fast circuit's.
+        apart = self.pipeline_stages > 1 or self.runs_anchor
+        return apart or self.dp_sync not in DILOCO or self.outer_wire == "powersgd"
 
     def _sync_default(self, name: str, default):
         if name == "num_fragments":

@@ -14,8 +14,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
-    EvalLoopOutput,
-    PredictionOutput,
     has_length,
     rotate_checkpoints,
 )
@@ -27,7 +25,7 @@ from .batches import refuse_unlabelled, tensors_of
 from .calibration_batches import calibration_batches
 from .data_trainer import DataMixin
 from .engine import MeshEngine
-from .evaluation_loop import evaluation_loop
+from .evaluation_trainer import EvaluationMixin
 from .fingerprints import launch_fingerprint
 from .given_optimizer import drop_foreign, parameter_ids
 from .hub_trainer import HubMixin
@@ -35,7 +33,7 @@ from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
 from .pipeline.stage import LossFunction
 from .progress import show_progress
-from .reports import mesh_report, speed_of
+from .reports import mesh_report
 from .trainer_checks import (
     loss_function,
     refuse_foreign_loader,
@@ -50,7 +48,7 @@ from .trainer_checks import (
 logger = logging.getLogger(__name__)
 
 
-class MeshAdaptMixin(DataMixin, HubMixin):
+class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
     """Puts a pipeline mesh under a Trainer class; `MeshAdaptTrainer` is this over transformers' Trainer.
 
     Args:
@@ -99,7 +97,6 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         refuse_optimizer(self)
         drop_foreign(self.optimizer, whole, self.model)
         self.anchoring = make_anchoring(self)
-        self._evaluated: tuple[str, int] | None = None  # prefix and batches of the last one, until timed
         self._undo_step_hook: Callable[[], None] = lambda: None
         self._accumulation = 0
         self._batch_length = 0
@@ -122,9 +119,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
                     raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in {self.args.output_dir}")
                 resume_from_checkpoint = str(folder)
             self.engine.replication.restart()
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
-            self.engine.finish()
-            return output
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         mesh_checkpoint.load_weights(self.engine, Path(resume_from_checkpoint))
@@ -207,7 +202,17 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         self.optimizer = self.anchoring.corrected(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        self._finish_if_stopping()  # the last evaluation is of all that was learnt
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finish_if_stopping(self) -> None:
+        # A run that stops before its last step has not synchronised replicas that step apart; all ranks stop alike.
+        if self.control.should_training_stop:
+            self.engine.finish()
+
     def _finalize_training(self, *args):
+        self.engine.finish()  # before callbacks learn that training has ended
         # Trainer adds what was not logged yet, on each rank its own; only last stages have any.
         (total,) = self.engine.sum_over_ranks([self._tr_loss.item()])
         self._tr_loss.fill_(total / self.args.world_size)
@@ -223,53 +228,6 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         raise NotImplementedError(
             "hyperparameter_search: a mesh cannot be built anew per trial. Launch one run per trial"
         )
-
-    # Evaluation ------------------------------------------------------------------------------------------------------
-
-    def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """As Trainer's; call it on all ranks. The anchor circuit evaluates nothing and returns no metrics."""
-        return {} if self.args.runs_anchor else super().evaluate(*args, **kwargs)
-
-    @torch.no_grad()
-    def evaluation_loop(
-        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
-    ) -> EvalLoopOutput:
-        """Uncoded; the same metrics on all ranks, see `evaluation_loop.evaluation_loop`."""
-        if ignore_keys is None:
-            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", [])
-        if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()
-        self.callback_handler.eval_dataloader = dataloader
-        with self.engine.ledger.apart(), self.engine.outer_weights():
-            output, num_batches = evaluation_loop(
-                self,
-                dataloader,
-                predicts=description == "Prediction",
-                loss_only=self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
-                ignore_keys=ignore_keys,
-                prefix=metric_key_prefix,
-            )
-        self._evaluated = (metric_key_prefix, num_batches)
-        return output
-
-    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """As Trainer's; call it on all ranks. Metrics are returned on all of them, predictions where they are.
-
-        With `preprocess_logits_for_metrics` that is the last stage of replica 0, which then has those of the whole data
-        set, in order. Without it every last stage returns those of its own replica's rows: logits do not travel. On the
-        other ranks `predictions` and `label_ids` are None. In the emulated mesh the one process returns everything.
-        """
-        if self.args.runs_anchor:
-            raise NotImplementedError("predict() in the anchor circuit: its weights are copies. Use the fast circuit")
-        output = super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
-        self._agree_on_speed(output.metrics)
-        return output
-
-    def _agree_on_speed(self, metrics: dict) -> None:
-        # Every rank has timed the evaluation by a clock of its own; nobody must decide by different figures.
-        if self._evaluated is not None:
-            metrics.update(self.engine.from_judge(speed_of(metrics, *self._evaluated)))
-            self._evaluated = None
 
     # Logs ------------------------------------------------------------------------------------------------------------
 
@@ -294,6 +252,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
             return {}
         if not self._batch_length:
             raise ValueError("mesh_report() before any training step: there is nothing to report yet")
+        self._call_roll("mesh_report()")
         rows, accumulation = self._rows(training=True), self.args.gradient_accumulation_steps
         plan = self.engine.plan(rows, self._batch_length, accumulation)
         run = self.engine.ledger.run
@@ -329,6 +288,7 @@ class MeshAdaptMixin(DataMixin, HubMixin):
         self._write_record(folder)
 
     def _save_checkpoint(self, model, trial) -> None:
+        self._finish_if_stopping()  # the evaluation before may have stopped the run
         self.store_flos()
         run_dir = Path(self._get_output_dir(trial))
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -236,20 +236,25 @@ STEPS_PER_LOG = 5
 SYNCS = {"allreduce": {}, "streaming_diloco": {"dp_sync": "streaming_diloco", "sync_every": 4}}
 
 
-def train_for_control(rank: int, folder: Path, sync: str) -> tuple[list[float], float]:
-    """Bytes per step on the axis `control`, of each log, and as planned with all headers."""
+def train_for_figures(rank: int, folder: Path, sync: str) -> dict[str, tuple[list[float], float]]:
+    """By axis, bytes per step of each log, and as planned with all headers. The weights are bfloat16."""
     settings = DENSE | dict(max_steps=3 * STEPS_PER_LOG, logging_steps=STEPS_PER_LOG, gradient_accumulation_steps=1)
     settings |= dict(pipeline_stages=2, data_parallel_replicas=2, num_rows=100, **SYNCS[sync])
-    trainer = mesh_trainer(tiny_model("llama"), 2, str(folder), **settings)
+    trainer = mesh_trainer(tiny_model("llama").to(torch.bfloat16), 2, str(folder), **settings)
     trainer.train()
     plan = trainer.engine.plan(2, 16, 1)
-    logs = trainer.state.log_history
-    per_step = [log["bytes_per_token_control"] * plan.tokens for log in logs if "bytes_per_token_control" in log]
-    return per_step, plan.axis_bytes("control") + plan.framing_bytes("control")
+    logs = [log for log in trainer.state.log_history if "bytes_per_token_control" in log]
+    return {
+        axis: (
+            [log[f"bytes_per_token_{axis}"] * plan.tokens for log in logs],
+            plan.axis_bytes(axis) + plan.framing_bytes(axis),
+        )
+        for axis in ("control", *(("data_parallel",) if sync == "allreduce" else ()))
+    }
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_control_takes_what_is_planned_in_every_step(tmp_path, sync):
-    (start, *later), planned = fork(train_for_control, 4, folder=tmp_path, sync=sync)[0]
-    assert later == pytest.approx([planned] * len(later))
-    assert start < 2 * planned  # the first steps agree on a little more
+def test_every_step_sends_what_is_planned(tmp_path, sync):
+    for axis, ((start, *later), planned) in fork(train_for_figures, 4, folder=tmp_path, sync=sync)[0].items():
+        assert later == pytest.approx([planned] * len(later), rel=1e-6 if axis == "control" else 0.01), axis
+        assert start < 2 * planned  # the first steps agree on a little more

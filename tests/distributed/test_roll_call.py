@@ -13,30 +13,40 @@ from tests.runs import fork
 LINK_TIMEOUT_SECONDS = 3.0
 
 
-def call_on_one_rank(rank: int, *, folder: Path) -> tuple[str, float]:
-    """Rank 0 saves alone; then rank 1 pushes alone and learns that rank 0 has ended."""
+def error_of(call) -> tuple[str, float]:
+    """What it says, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        call()
+    except LinkError as error:
+        return str(error), time.monotonic() - started
+    raise AssertionError("the call came back")
+
+
+def call_on_one_rank(rank: int, *, folder: Path) -> tuple[str, str, float]:
+    """Each rank makes a call that the other does not; then rank 0 saves alone; then rank 1 pushes alone and learns that
+    rank 0 has ended."""
     trainer = mesh_trainer(
         tiny_model("llama"), 2, str(folder), pipeline_stages=2, max_steps=1, eval_strategy="no",
         link_timeout_seconds=LINK_TIMEOUT_SECONDS,
     )  # fmt: skip
     trainer.train()
     trainer.save_model()  # on all ranks: nothing to say
-    call, started = (trainer.save_model, trainer.push_to_hub)[rank], time.monotonic()
+    trainer.evaluate()
+    other, _ = error_of((trainer.evaluate, trainer.mesh_report)[rank])
     if rank == 1:
         time.sleep(LINK_TIMEOUT_SECONDS + 1)
-        started = time.monotonic()
-    try:
-        call()
-    except LinkError as error:
-        said, seconds = str(error), time.monotonic() - started
+    said, seconds = error_of((trainer.save_model, trainer.push_to_hub)[rank])
     if rank == 0:
         roll_call.tell_the_end(rank)
         time.sleep(LINK_TIMEOUT_SECONDS)
-    return said, seconds
+    return other, said, seconds
 
 
 def test_a_call_that_one_rank_does_not_make_says_which(tmp_path):
-    (saved, waited_seconds), (pushed, pushed_seconds) = fork(call_on_one_rank, 2, folder=tmp_path)
+    (evaluated, saved, waited_seconds), (reported, pushed, pushed_seconds) = fork(call_on_one_rank, 2, folder=tmp_path)
+    for said, call, caller in ((evaluated, "evaluate()", 0), (reported, "mesh_report()", 1)):
+        assert said.startswith(f"{call} is collective") and f" rank {caller} (stage {caller} of replica 0) " in said
     assert saved == (
         "save_model() is collective in a mesh, where each rank holds a part of the model. rank 0 (stage 0 of replica 0) "
         "called it at step 1; not called in time (deadline 3 s) by rank 1 (stage 1 of replica 0). Call it on every rank, "

@@ -18,6 +18,7 @@ from tests.runs import collect_warnings
 SHORT = {"max_steps": 3, "gradient_accumulation_steps": 1, "eval_strategy": "no", "link_timeout_seconds": 20.0}
 ROWS, NUM_ROWS = 2, 24
 MESHES = {"2x1": (2, 1), "2x2": (2, 2)}  # stages, replicas
+STEPPING_APART = ("diloco", "streaming_diloco")
 
 
 class Unlabelled(Rows):
@@ -37,13 +38,13 @@ class Foreign(Rows):
         self.rows[place]["input_ids"][0] = VOCAB
 
 
-def trainer_of(stages: int, folder: Path, name: str, dataset=None, replicas: int | None = None):
+def trainer_of(stages: int, folder: Path, name: str, dataset=None, replicas: int | None = None, **overrides):
     """Reads the rows in order and steps by plain gradient descent."""
     AcceleratorState._reset_state()
     options = {**SHORT, "pipeline_stages": stages, "train_sampling_strategy": "sequential", "learning_rate": 0.1}
     trainer = mesh_trainer(
         tiny_model("llama"), ROWS, str(folder / name.replace(" ", "-")), NUM_ROWS, optim="sgd", warmup_steps=0,
-        data_parallel_replicas=replicas, **options,
+        data_parallel_replicas=replicas, **options, **overrides,
     )  # fmt: skip
     trainer.train_dataset = dataset or trainer.train_dataset
     return trainer
@@ -68,6 +69,9 @@ def losses(trainer) -> dict:
 def stop(rank: int, stages: int, replicas: int, folder: Path) -> dict:
     """Everything on this rank: the errors of planted faults, of a foreign token, and runs with rows without labels."""
     said = {name: run_into(trainer_of(stages, folder, name), fault) for name, (fault, _) in FAULTS.items()}
+    for sync in STEPPING_APART if replicas > 1 else ():
+        trainer = trainer_of(stages, folder, sync, dp_sync=sync)
+        said[sync] = run_into(trainer, FAULTS["loss"][0])
     place = ROWS * (replicas + 1) - 1  # of replica 0, step 1
     trainer = trainer_of(stages, folder, "foreign", Foreign(place))
     with pytest.raises(ValueError) as raised:
@@ -93,6 +97,17 @@ def test_all_ranks_stop_at_a_number_that_is_not_finite(outcome, name):
     for said, kept in (rank["said"][name] for rank in ranks):
         assert kept and re.search(rf"at step {STEP} the gradient norm is not finite \(.* stage 0, .* stage 1\)", said)
     assert any(re.search(FAULTS[name][1], rank["said"][name][0]) for rank in ranks)
+
+
+@pytest.mark.parametrize("sync", STEPPING_APART)
+def test_a_replica_that_steps_apart_stops_the_others(outcome, sync):
+    stages, replicas, _, ranks = outcome
+    if replicas == 1:
+        pytest.skip("one replica")
+    for index, (text, kept) in enumerate(rank["said"][sync] for rank in ranks):
+        whose = "the" if index < stages else "another replica's"  # the loss of replica 0 is infinite
+        assert kept and f"at step {STEP} {whose} gradient norm is not finite" in text and "has not stepped" in text
+    assert "the loss is inf" in ranks[stages - 1]["said"][sync][0]
 
 
 def test_all_ranks_stop_at_a_token_outside_the_vocabulary(outcome):

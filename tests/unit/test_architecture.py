@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "hf_meshadapt"
 PURE = [
     "config.py",
     "planner.py",
+    "model_shape.py",
     "link_bytes.py",
     "sync_plan.py",
     "sync_cost.py",
@@ -107,6 +108,7 @@ LAYERS = [
     {
         "presets",
         "planner",
+        "model_shape",
         "link_bytes",
         "sync_plan",
         "sync_cost",
@@ -161,6 +163,7 @@ LAYERS = [
         "dpo_checks",
         "hub_trainer",
         "data_trainer",
+        "evaluation_trainer",
         "memory_report",
         "anchoring",
     },

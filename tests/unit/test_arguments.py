@@ -23,6 +23,7 @@ INTERLEAVED = {"pipeline_stages": 2, "pipeline_schedule": "interleaved", "pipeli
 REFUSED = [
     ({"preset": "papers"}, "preset='papers'", "dense, paper"),
     ({"pipeline_schedule": "zero"}, "pipeline_schedule='zero'", "gpipe, 1f1b, interleaved"),
+    ({"pipeline_schedule": "1f1b"}, "pipeline_schedule='1f1b'", "pipeline_stages to 2"),
     ({"boundary_predictor": "median", "pipeline_stages": 2}, "boundary_predictor='median'", "none, mean, token"),
     ({"boundary_codec": "zip"}, "boundary_codec='zip'", "none, random_mask"),
     ({"wire_dtype": "int8"}, "wire_dtype='int8'", "float32, bfloat16"),

@@ -10,6 +10,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_meshadapt import MeshAdaptArguments
+from hf_meshadapt.argument_checks import mesh_annotations
 from hf_meshadapt.field_checks import KINDS, RANGES, check_range, check_type
 
 RIGHT = [(2, "int"), (np.int64(2), "int"), (None, "int | None"), (2, "float"), (0.5, "float | None"), ("a", "str"),
@@ -47,8 +48,11 @@ def test_ranges_hold_their_bounds_and_the_defaults(name):
 
 
 def test_every_field_of_the_mesh_has_a_type_that_can_be_checked():
-    types = MeshAdaptArguments.__annotations__.values()
-    assert types and {part for annotation in types for part in annotation.split(" | ")} <= KINDS.keys()
+    annotations = mesh_annotations(MeshAdaptArguments)
+    assert {part for annotation in annotations.values() for part in annotation.split(" | ")} <= KINDS.keys()
+    assert {"preset", "sync_every", "anchor_every"} <= annotations.keys()
+    trainers_own = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert annotations.keys() | trainers_own == {field.name for field in dataclasses.fields(MeshAdaptArguments)}
 
 
 def test_the_command_line_and_subclasses_are_checked_too(tmp_path):
@@ -85,6 +89,16 @@ MISTAKES = [
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: must be at least 1"),
     ({"learning_rate": -1.0}, "learning_rate=-1.0: must be at least 0.0"),
     ({"seed": -1}, "seed=-1: must lie in"),
+    ({"dp_sync": "diloco", "sync_every": "30"}, "sync_every='30': must be a whole number or None"),
+    ({"dp_sync": "diloco", "sync_every": 2.5}, "sync_every=2.5: must be a whole number or None"),
+    ({"dp_sync": "diloco", "outer_momentum": "0.9"}, "outer_momentum='0.9': must be a number or None"),
+    ({"dp_sync": "powersgd", "matrix_rank": True}, "matrix_rank=True: must be a whole number or None"),
+    ({"check_replicas_every": 2.5}, "check_replicas_every=2.5: must be a whole number or None"),
+    ({"tied_embeddings": None}, "tied_embeddings=None: must be a text"),
+    ({"anchor": "yes"}, "anchor='yes': must be True or False or None"),
+    ({"anchor": True, "anchor_every": 2.5}, "anchor_every=2.5: must be a whole number or None"),
+    ({"anchor": True, "anchor_batches": 1.5}, "anchor_batches=1.5: must be a whole number or None"),
+    ({"anchor": True, "prior_rank": "64"}, "prior_rank='64': must be a whole number or None"),
 ]
 
 

@@ -1,8 +1,9 @@
-"""`mesh_report()` of runs whose steps and logs do not fall together."""
+"""`mesh_report()` of runs whose steps and logs do not fall together, and who must call it."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from tests.equality import mesh_trainer, tiny_model
@@ -33,8 +34,41 @@ def test_the_report_of_a_run_has_all_its_steps(tmp_path, logging_steps, first_me
     assert trainer.mesh_report()["tokens_per_second"] > 0
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_gradients_count_the_bytes_of_their_dtype(tmp_path, replicas):
+    def plan_of(dtype, mixed: bool = False):
+        options = dict(pipeline_stages=2, data_parallel_replicas=replicas)
+        engine = mesh_trainer(tiny_model("llama_tied").to(dtype), ROWS, str(tmp_path), **options).engine
+        if mixed:
+            engine.parts.model.model.layers[0].mlp.to(torch.float32)
+        return engine.plan(ROWS, LENGTH, 1)
+
+    whole, half, mixed = plan_of(torch.float32), plan_of(torch.bfloat16), plan_of(torch.bfloat16, mixed=True)
+    hidden, intermediate = 32, 64
+    assert whole.axis_bytes("tied") == 2 * half.axis_bytes("tied") == 2 * mixed.axis_bytes("tied") > 0
+    assert whole.axis_bytes("data_parallel") == 2 * half.axis_bytes("data_parallel")
+    further_bytes = 2 * 3 * hidden * intermediate * 2 * (replicas - 1)  # of the layer's three matrices, both ways
+    assert mixed.axis_bytes("data_parallel") == half.axis_bytes("data_parallel") + further_bytes
+
+
 def test_before_the_first_log_nothing_is_said_of_speed(tmp_path):
     trainer = mesh_trainer(tiny_model("llama"), ROWS, str(tmp_path), pipeline_stages=2)
     trainer._batch_length = LENGTH  # as in the first step
     report = trainer.mesh_report()
     assert report["tokens_per_second"] is None and report["wait_share"] is None and report["bytes_per_token"] == {}
+
+
+def test_a_roll_is_called_of_what_a_script_calls_and_not_of_what_training_does(tmp_path, monkeypatch):
+    options = dict(pipeline_stages=2, max_steps=1, gradient_accumulation_steps=1, eval_steps=1)
+    trainer = mesh_trainer(tiny_model("llama"), ROWS, str(tmp_path), **options)
+    calls = []
+    monkeypatch.setattr(trainer.engine, "roll_call", calls.append)
+    callback = ReportAfterEveryStep()
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.reports and any("eval_loss" in log for log in trainer.state.log_history) and calls == []
+    trainer.evaluate()
+    trainer.predict(trainer.eval_dataset)
+    trainer.mesh_report()
+    assert calls == ["evaluate()", "predict()", "mesh_report()"]

@@ -42,6 +42,7 @@ OPTIONS = [
     {"gradient_accumulation_steps": 2},
     {"pipeline_stages": 1},
     {"data_parallel_replicas": 2},
+    {"data_parallel_replicas": 2, "dp_sync": "diloco"},
 ]
 
 

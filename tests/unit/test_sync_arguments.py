@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from hf_meshadapt import MeshAdaptArguments
@@ -43,6 +45,8 @@ REFUSED = [
     ({"check_replicas_every": 10}, "check_replicas_every=10", "Launch two replicas"),
     ({**TWO, "check_replicas_every": 0}, "check_replicas_every=0", "Use 1 or more"),
     ({**STREAMING, "sync_chunk_bytes": 0}, "sync_chunk_bytes=0", "Use 1 or more"),
+    ({**DILOCO, "outer_wire": "int8", "matrix_rank": 8}, "matrix_rank=8", "Use outer_wire=powersgd"),
+    ({**STREAMING, "factor_dtype": "float32"}, "factor_dtype='float32'", "Use outer_wire=powersgd"),
 ]
 
 
@@ -67,6 +71,13 @@ def test_defaults(make):
 def test_defaults_of_fragments_fit_short_rounds(make, every, fragments, overlap):
     config = make(**STREAMING, sync_every=every).data_parallel_config()
     assert (config.num_fragments, config.overlap_steps) == (fragments, overlap)
+
+
+def test_factors_travel_where_replicas_or_tied_copies_exchange_them(make):
+    for fields in ({"outer_wire": "powersgd"}, {"pipeline_stages": 2}):
+        assert make(**DILOCO, **fields, matrix_rank=8).data_parallel_config().matrix_rank == 8
+    args = make(**DILOCO)
+    assert args.matrix_rank is None and dataclasses.replace(args, seed=1).matrix_rank is None
 
 
 def test_the_papers_preset_lets_replicas_step_apart(make):
