@@ -29,6 +29,7 @@ from hf_meshadapt.checkpoint_folder import (
     weight_map,
     write_json,
 )
+from hf_meshadapt.pipeline.layout import ModelLayout
 
 STAGE_SHARD = re.compile(r"model-stage-(\d{5})-of-(\d{5})-shard-(\d{5})-of-(\d{5})\.safetensors")
 STANDARD_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -250,6 +251,24 @@ def load_stage_weights(
             for name, stored in stored_names.items():
                 if files[stored] == path:
                     _copy(local[name], shard.get_tensor(stored), name, path)
+
+
+def refuse_larger(folder: Path, layers_per_chunk: list[int], layout: ModelLayout) -> None:
+    """Raises ValueError where a checkpoint has layers, or a head of its own, that this model would leave out unseen.
+
+    Args:
+        layers_per_chunk: of the mesh that wrote it.
+    """
+    written = sum(layers_per_chunk)
+    if written != layout.num_layers:
+        fault = f"{written} layers, and this model has {layout.num_layers}"
+    elif layout.tied and layout.head_weight in weight_map(folder):
+        fault = f"{layout.head_weight} of its own, and this model ties it to {layout.embedding_weight}"
+    else:
+        return
+    raise ValueError(
+        f"{folder} holds a model with {fault}: resume with the model that wrote it, or start anew from its weights"
+    )
 
 
 def _stored_form(model, tensors: dict[str, torch.Tensor]) -> set[str]:

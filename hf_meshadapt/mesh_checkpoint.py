@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from .adapter_checkpoint import merge_adapter, save_stage_adapter
 from .calibration import boundary_state, load_boundary_state
-from .checkpoint import install, load_stage_weights, merge_index, save_stage, shard_name
+from .checkpoint import install, load_stage_weights, merge_index, refuse_larger, save_stage, shard_name
 from .checkpoint_folder import (
     ADAPTER_WEIGHTS,
     MESH_STATE,
@@ -210,7 +210,7 @@ def load_weights(engine: MeshEngine, folder: Path) -> None:
     """This rank's weights, or its adapters, from a checkpoint of any mesh shape.
 
     Raises:
-        ValueError: the checkpoint is not whole, or an adapter where weights are trained, or weights where one is.
+        ValueError: the checkpoint is not whole, of a larger model, or an adapter beside whole weights.
     """
     fault = checkpoint_fault(folder)
     if fault is not None:
@@ -224,6 +224,7 @@ def load_weights(engine: MeshEngine, folder: Path) -> None:
     if parts.adapter is not None:
         load_stage_weights(parts.model, [], folder, parts.adapter_names)
     else:
+        refuse_larger(folder, load_mesh_info(folder)["mesh"]["layers_per_chunk"], parts.layout)
         convert = functools.partial(read_part, parts, folder, engine.mesh, engine.topology.stage)
         load_stage_weights(parts.model, parts.saved_names(), folder, parts.stored_name_of_copy(), convert)
     engine.replication.restart()  # from these weights

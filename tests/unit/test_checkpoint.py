@@ -16,6 +16,8 @@ from hf_meshadapt.config import MeshConfig
 from hf_meshadapt.pipeline.intake import read_part
 from hf_meshadapt.pipeline.split_run import cut_apart
 from tests.architectures import make_architecture
+from tests.equality import mesh_trainer
+from tests.equality import tiny_model as equality_model
 from tests.tiny_stages import KINDS, PARTS, assert_same_weights, cut, save_all_stages, tiny_model
 
 
@@ -143,3 +145,15 @@ def test_errors_name_the_weights(tmp_path):
     model.model.embed_tokens = nn.Embedding(1, 16)
     with pytest.raises(ValueError, match="shape"):
         load_stage_weights(model, owned, tmp_path)
+
+
+@pytest.mark.parametrize("kind,fault", [("llama", "4 layers, and this model has 3"), ("llama_tied", "lm_head.weight")])
+def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, kind, fault):
+    options = dict(pipeline_stages=2, max_steps=1, eval_strategy="no", save_strategy="steps", save_steps=1)
+    mesh_trainer(equality_model("llama"), 4, str(tmp_path), 16, **options).train()
+    smaller = equality_model(kind, num_layers=3 if kind == "llama" else 4)
+    trainer = mesh_trainer(smaller, 4, str(tmp_path), 16, **options)
+    before = {name: tensor.clone() for name, tensor in smaller.state_dict().items()}
+    with pytest.raises(ValueError, match=f"holds a model with {fault}.*: resume with the model that wrote it"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in smaller.state_dict().items())
