@@ -15,6 +15,7 @@ from .card_sections import (
     adapter_rows,
     argument_code,
     evaluation_rows,
+    evaluation_settings,
     figure_rows,
     launch_command,
     load_code,
@@ -27,7 +28,7 @@ from .extras import how_to_install
 from .hub_benchmarks import write_benchmark_results
 from .hub_names import hub_id, hub_ids
 from .loss_curve import CURVE_NAME, draw_loss_curve, loss_points
-from .run_record import load_record
+from .run_record import load_record, same_model
 from .shipped import shipped_file
 
 logger = logging.getLogger(__name__)
@@ -108,14 +109,16 @@ def is_unedited(folder: Path) -> bool:
 
 
 def load_evaluation(folder: Path) -> dict | None:
-    """`evaluation.json` of this very model; None without one, or when it is of another step of the run."""
+    """`evaluation.json` of this very model; None without one, or when it is of another step or another run."""
     path = folder / EVALUATION_NAME
     if not path.is_file():
         return None
     evaluation = read_json(path)
-    step = evaluation.get("step")
-    if step is not None and step != load_record(folder)["global_step"]:
-        logger.warning("%s is of step %s and not of this model: it stays off the card", EVALUATION_NAME, step)
+    record = load_record(folder)
+    if not same_model(evaluation, record):
+        run = "this" if evaluation.get("run") == record.get("run") else "another"
+        logger.warning("%s is of step %s of %s run and not of this model: it stays off the card", EVALUATION_NAME,
+                       evaluation.get("step"), run)  # fmt: skip
         return None
     return evaluation
 
@@ -160,10 +163,11 @@ def render_card(
         evaluation=evaluation_rows(evaluation),
         has_base=bool(evaluation and evaluation.get("base")),
         limit=evaluation and evaluation.get("limit"),
+        settings=evaluation_settings(evaluation),
         lm_eval_version=evaluation and evaluation["lm_eval"],
         requirements=requirements(versions),
-        launch=launch_command(record["mesh"]),
-        arguments_code=argument_code(record["arguments"]),
+        launch=launch_command(record["mesh"], has_anchor=bool(report.get("anchor"))),
+        arguments_code=argument_code(record["arguments"], record.get("arguments_class", "MeshAdaptArguments")),
         versions=", ".join(f"{package} {version}" for package, version in versions.items()),
         package_version=versions["hf_meshadapt"],
         cites_paper=record["boundary"]["codec"] == "random_mask",

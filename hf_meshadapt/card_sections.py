@@ -127,6 +127,18 @@ def evaluation_rows(evaluation: dict | None) -> list[tuple[str, ...]]:
     return rows
 
 
+def evaluation_settings(evaluation: dict | None) -> str:
+    """How the models were asked, where that is not lm-eval's default; empty where it is."""
+    found = evaluation or {}
+    shots, dtype = found.get("num_fewshot"), found.get("dtype") or "auto"
+    settings = [
+        *([] if shots is None else [f"{shots}-shot"]),
+        *(["chat template"] if found.get("chat_template") else []),
+        *([] if dtype == "auto" else [dtype]),
+    ]
+    return ", ".join(settings)
+
+
 def _with_error(entry: dict | None) -> str:
     if entry is None:
         return "-"
@@ -154,18 +166,19 @@ def load_code(repo_id: str, architecture: str, base_model: str | None, is_adapte
     return _python_block(lines)
 
 
-def launch_command(mesh: dict) -> str:
+def launch_command(mesh: dict, has_anchor: bool = False) -> str:
+    """How the ranks are started; `has_anchor` where a launch of its own corrected them."""
     if mesh["emulated"]:
         return "python train.py"
     num_ranks = mesh["stages"] * mesh["replicas"]
-    return f"accelerate launch --multi_gpu --num_processes {num_ranks} train.py  # your script: it makes the trainer"
+    fast = f"accelerate launch --multi_gpu --num_processes {num_ranks} train.py  # your script: it makes the trainer"
+    anchor = "# and once more as the anchor, with circuit='anchor'; both circuits with fast_endpoint='HOST:PORT'"
+    return f"{fast}\n{anchor}" if has_anchor else fast
 
 
-def argument_code(arguments: dict) -> str:
+def argument_code(arguments: dict, class_name: str) -> str:
     lines = [f"    {name}={value!r}," for name, value in arguments.items()]
-    return _python_block(
-        ["from hf_meshadapt import MeshAdaptArguments", "", "args = MeshAdaptArguments(", *lines, ")"]
-    )
+    return _python_block([f"from hf_meshadapt import {class_name}", "", f"args = {class_name}(", *lines, ")"])
 
 
 def _python_block(lines: list[str]) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from .card import CARD_NAME, write_card
-from .checkpoint_folder import INDEX_NAME, read_json
+from .card import CARD_NAME, EVALUATION_NAME, load_evaluation, write_card
+from .checkpoint_folder import ADAPTER_WEIGHTS, INDEX_NAME, SINGLE_NAME, read_json
 from .hub_benchmarks import FOLDER as RESULTS_FOLDER
 from .hub_benchmarks import PREFIX as RESULTS_PREFIX
 from .run_record import RECORD_NAME
@@ -26,9 +26,11 @@ STALL_SECONDS = 120.0
 NEVER = ["_*", "*/.*", "checkpoint-*", "last-checkpoint/*", "training_args.*", "card.json"]
 STATE = ["mesh_state/*", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state*.pth"]
 # A model that is cut otherwise than the one that it replaces must not leave weights of that one behind.
-# Nor results of its. Other results, which somebody else put there, stay.
+# Nor results of its. Benchmark results that somebody else put there stay.
 REPLACED = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "pytorch_model*"]
-REPLACED += [f"{RESULTS_FOLDER}/{RESULTS_PREFIX}*"]
+RESULTS = [EVALUATION_NAME, f"{RESULTS_FOLDER}/{RESULTS_PREFIX}*"]
+REPLACED += RESULTS
+REPLACED_STATE = ["mesh_state/*"]  # of another mesh, which has files for other ranks
 
 TRANSIENT = (500, 502, 503, 504)
 RETRY_PAUSES_SECONDS = (1.0, 4.0)
@@ -49,27 +51,34 @@ def push(
     message: str = "Upload model",
     path_in_repo: str | None = None,
     with_state: bool = False,
+    replace_folder: bool = False,
 ) -> str:
     """Uploads a saved model or checkpoint in one commit and returns the commit's URL; writes a card first if none is there.
 
-    The repository and the revision are made where they are missing. Credentials are huggingface_hub's own (`hf auth
-    login`, HF_TOKEN).
+    Of what is there already it deletes only what the new files replace: weights of another cut, results of evaluations
+    that are ours and, with `with_state`, the state of a mesh. The repository and the revision are made where they are
+    missing. Credentials are huggingface_hub's own (`hf auth login`, HF_TOKEN).
 
     Args:
         repo: `name` or `owner/name`.
         private: of a repository that is made; None is the account's default.
         path_in_repo: folder within the repository.
         with_state: upload what resuming needs too.
+        replace_folder: delete everything else in `path_in_repo`, which must not be the root.
 
     Raises:
-        ValueError: the folder holds no whole model.
+        ValueError: the folder holds no whole model, or `replace_folder` would empty the repository.
         HubError: an upload failed; the local files are as they were.
     """
     from huggingface_hub import HfApi
 
     check_model(folder)
+    if replace_folder and not (path_in_repo or "").strip("./"):
+        raise ValueError("replace_folder deletes everything else in path_in_repo: give a folder below the root")
     name = make_repo(repo, private)
-    if (folder / RECORD_NAME).is_file() and not (folder / CARD_NAME).is_file():
+    has_record = (folder / RECORD_NAME).is_file()
+    stale = has_record and (folder / EVALUATION_NAME).is_file() and load_evaluation(folder) is None
+    if has_record and not (folder / CARD_NAME).is_file():
         local_file(lambda: write_card(folder, repo_id=name), folder)
     api = HfApi()
 
@@ -82,8 +91,8 @@ def push(
             path_in_repo=path_in_repo,
             commit_message=message,
             revision=revision,
-            ignore_patterns=[*NEVER, *hidden(folder), *([] if with_state else STATE)],
-            delete_patterns="*" if path_in_repo else REPLACED,
+            ignore_patterns=[*NEVER, *hidden(folder), *([] if with_state else STATE), *(RESULTS if stale else [])],
+            delete_patterns="*" if replace_folder else [*REPLACED, *(REPLACED_STATE if with_state else [])],
         )
         return commit.commit_url
 
@@ -104,6 +113,9 @@ def check_model(folder: Path) -> None:
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise ValueError(f"{folder} holds no saved model (config.json is missing): give the folder of save_model()")
     index = folder / INDEX_NAME
+    weights = (INDEX_NAME, SINGLE_NAME, ADAPTER_WEIGHTS)
+    if not any((folder / name).is_file() for name in weights) and not any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(f"{folder} holds no weights ({', '.join(weights)}): give the folder of save_model()")
     shards = set(read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
         raise ValueError(
@@ -175,11 +187,18 @@ def cause(error: BaseException) -> str:
         413: "a file is too large (413)",
         507: "the storage is full (507). Delete what is not needed there, or use another owner",
     }
+    said = told_by_hub(error)
     if status in advice:
-        return advice[status]
-    if status is not None:
-        return f"the Hub answered {status} again and again. Try later"
+        return advice[status] + (f". The Hub says: {said}" if said else "")
     chain = chain_of(error)
+    if status in TRANSIENT:
+        return f"the Hub answered {status} again and again{f' ({said})' if said else ''}. Try later"
+    if status is not None:
+        answer = next(one for one in chain if getattr(one, "response", None) is not None)
+        reason = said or first_line(answer)
+        if status == 429:
+            return f"too many requests (429): {reason}. Wait, then repeat it"
+        return f"the Hub refused it ({status}): {reason}"
     if full := next((one for one in chain if isinstance(one, OSError) and one.errno == errno.ENOSPC), None):
         return f"the disk is full ({full}). Free some space"
     if any(isinstance(one, httpx2.HTTPError) for one in chain):
@@ -200,6 +219,12 @@ def status_of(error: BaseException) -> int | None:
     """The HTTP status behind an error, None where no answer came."""
     answers = (getattr(one, "response", None) for one in chain_of(error))
     return next((answer.status_code for answer in answers if answer is not None), None)
+
+
+def told_by_hub(error: BaseException) -> str | None:
+    """What the Hub wrote with its answer, in one line: the client puts it behind lines of its own."""
+    said = next((text for one in chain_of(error) if (text := getattr(one, "server_message", None))), None)
+    return said and " ".join(said.split()).rstrip(".")
 
 
 def local_file(write: Callable[[], Result], folder: Path) -> Result:
@@ -227,11 +252,13 @@ def push_arguments(
     message: str | None = None,
     path_in_repo: str | None = None,
     with_state: bool = False,
+    replace_folder: bool = False,
 ) -> list[str]:
     """The command-line arguments of `meshadapt` that do the same as `push`."""
     options = {"--revision": revision, "--message": message, "--path-in-repo": path_in_repo}
     flags = [] if private is None else ["--private" if private else "--public"]
     flags += ["--with-state"] if with_state else []
+    flags += ["--replace-folder"] if replace_folder else []
     given = [text for option, value in options.items() if value is not None for text in (option, value)]
     return ["push", str(folder), repo, *flags, *given]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .card_sections import evaluation_settings
+
 FOLDER = ".eval_results"
 PREFIX = "meshadapt-"  # of the files that are ours, to be replaced with the model's results
 HARNESS_URL = "https://github.com/EleutherAI/lm-evaluation-harness"
@@ -50,7 +52,7 @@ def benchmark_results(evaluation: dict | None) -> dict[str, list[dict]]:
         benchmark = BENCHMARKS.get(task)
         if benchmark is None or benchmark.metric not in metrics or not _is_whole(task, benchmark, evaluation):
             continue
-        shots = evaluation.get("num_fewshot")
+        settings = evaluation_settings(evaluation)
         entry = EvalResultEntry(
             dataset_id=benchmark.dataset_id,
             task_id=benchmark.task_id,
@@ -58,7 +60,7 @@ def benchmark_results(evaluation: dict | None) -> dict[str, list[dict]]:
             source_url=HARNESS_URL,
             source_name="lm-evaluation-harness",
             notes=f"lm-eval {evaluation['lm_eval']}, task {task}, {benchmark.metric}"
-            + ("" if shots is None else f", {shots}-shot"),
+            + (f", {settings}" if settings else ""),
         )
         found[task] = eval_result_entries_to_yaml([entry])
     return found

@@ -6,17 +6,20 @@ and lose a run to a failed upload. Here a failed upload is logged with the comma
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
-from .card import write_card
+from .card import CARD_NAME, is_unedited, load_evaluation, write_card
 from .child_process import BackgroundJobs, ChildFailed, run_child
 from .hub import push_arguments, retry_command
-from .run_record import make_record, write_record
+from .hub_benchmarks import write_benchmark_results
+from .run_record import RECORD_NAME, make_record, new_run_id, run_id_of, write_record
 from .staging import allowed_seconds, clear_staged, stage
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,21 @@ class HubMixin:
 
     hub_model_id: str | None = None
     _report: dict | None = None
+    _run_id: str | None = None
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """Every training makes another model, unless it carries on what another one with the same arguments saved."""
+        found = None
+        if resume_from_checkpoint and self.engine.topology.rank == 0:
+            found = run_id_of(Path(resume_from_checkpoint), self.args)
+        self._run_id = self.engine.from_first(found or new_run_id())  # every machine's first rank writes a record
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @property
+    def run_id(self) -> str:
+        """Tells this run's models from those of other runs of as many steps."""
+        self._run_id = self._run_id or new_run_id()
+        return self._run_id
 
     # What is written beside every saved model ------------------------------------------------------------------------
 
@@ -48,6 +66,26 @@ class HubMixin:
             write_card(folder, repo_id=self.hub_model_id, **added)
         except (OSError, ValueError) as error:  # the model is worth more than its card
             logger.error("the card of %s could not be written: %s", folder, error)
+
+    @contextlib.contextmanager
+    def _card_of_the_saved(self, folder: Path) -> Iterator[None]:
+        """While another model takes the place of the one in `folder`: what is said of the old one must not stay.
+
+        A card that nobody edited is written anew, and benchmark results that are not of this model are removed.
+        """
+        has_card = all((folder / name).is_file() for name in (CARD_NAME, RECORD_NAME))
+        try:
+            unedited = has_card and self.is_world_process_zero() and is_unedited(folder)
+        except ValueError:  # another version's, or damaged
+            unedited = False
+        yield
+        if not has_card or not self.is_world_process_zero():
+            return
+        if unedited:
+            self._write_card(folder)
+        else:
+            logger.warning("%s was edited and stays as it is: `meshadapt card %s` writes it anew", CARD_NAME, folder)
+            write_benchmark_results(folder, load_evaluation(folder))
 
     def create_model_card(
         self,
@@ -85,11 +123,13 @@ class HubMixin:
     # Uploads ---------------------------------------------------------------------------------------------------------
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Makes the repository of `hub_model_id`, before the run has cost anything. Collective.
+        """Makes the repository of `hub_model_id`, before the run has cost anything. Collective; nothing in an anchor.
 
         Raises:
             ValueError: the Hub refused it; on all ranks.
         """
+        if self.args.runs_anchor:
+            return
         args, outcome = self.args, {}
         self.uploads = BackgroundJobs("uploads")
         self._private = args.hub_private_repo if private is None else private
@@ -127,8 +167,11 @@ class HubMixin:
             card: further arguments of `create_model_card`.
 
         Returns:
-            The commit's URL on rank 0, None where it failed or goes on; its future with blocking=False. None elsewhere.
+            The commit's URL on rank 0, None where it failed or goes on; its future with blocking=False. None elsewhere,
+            and in the anchor circuit, which pushes nothing.
         """
+        if self.args.runs_anchor:
+            return None
         self.engine.roll_call("push_to_hub()")
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:  # on all ranks alike
@@ -168,7 +211,8 @@ class HubMixin:
         self._submit(staged, folder, message)
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
-            self._submit(staged, folder, f"{message}, checkpoint", path_in_repo=name, with_state=True)
+            whole = dict(with_state=True, replace_folder=True)  # nothing of the last one may be left
+            self._submit(staged, folder, f"{message}, checkpoint", path_in_repo=name, **whole)
         self.uploads.submit(lambda: shutil.rmtree(staged), lambda error: f"{staged} could not be removed: {error}")
 
     def _submit(self, folder: Path, kept: Path, message: str, *, token=None, revision=None, **options) -> Future:

@@ -1,15 +1,18 @@
 """`mesh_run.json`: what a run knows about itself, written beside every model that it saves. The card reads only this.
 
-Nothing in it names a place on a disk or a secret, since it is uploaded with the model.
+Nothing in it names a place on a disk, a machine or a secret, since it is uploaded with the model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import logging
 import math
 import platform
+import re
+import uuid
 from pathlib import Path
 
 import hf_meshadapt
@@ -22,7 +25,7 @@ logger = logging.getLogger(__name__)
 RECORD_NAME = "mesh_run.json"
 RECORD_FORMAT = 1
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "trl")
-# Arguments that say where a run kept and reported things, not what it computed.
+# Arguments that say where a run kept and reported things, and who reached whom, not what it computed.
 UNTOLD_PREFIXES = ("hub_", "push_to_hub", "logging_", "log_", "report_to", "trackio_", "save_", "eval_")
 UNTOLD = {
     "output_dir",
@@ -43,7 +46,10 @@ UNTOLD = {
     "ddp_backend",
     "ddp_timeout",
     "link_timeout_seconds",
+    "circuit",
+    "fast_endpoint",
 }
+SECRETS = re.compile(r"(token|secret|password|credentials?|(^|_)key)$", re.IGNORECASE)  # in names within a dict
 ADAPTER_FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora")
 CARD_METADATA = ("license", "license_name", "license_link", "language")
 
@@ -67,6 +73,8 @@ def make_record(trainer, report: dict | None) -> dict:
         },
         "adapter": adapter_settings(getattr(model, "peft_config", None)),
         "datasets": dataset_ids(trainer.train_dataset),
+        "run": trainer.run_id,
+        "arguments_class": public_class(args).__name__,
         "arguments": told_arguments(args),
         "mesh": dataclasses.asdict(args.mesh_config()),
         "boundary": dataclasses.asdict(args.boundary_config()),
@@ -111,16 +119,55 @@ def load_record(folder: Path) -> dict:
     return record
 
 
+def new_run_id() -> str:
+    return uuid.uuid4().hex
+
+
+def run_id_of(checkpoint: Path, args) -> str | None:
+    """The run that a checkpoint is of, where one with these arguments carries it on; None where it becomes another."""
+    try:
+        record = load_record(checkpoint)
+    except ValueError:  # none, or another version's
+        return None
+    return record.get("run") if record["arguments"] == told_arguments(args) else None
+
+
+def same_model(evaluation: dict, record: dict) -> bool:
+    """Whether an evaluation is of the model that the record is of: the same step of the same run."""
+    return (evaluation.get("step"), evaluation.get("run")) == (record["global_step"], record.get("run"))
+
+
+def public_class(args) -> type:
+    """The nearest class of the arguments that this package offers: one that everybody can import."""
+    return next(kind for kind in type(args).__mro__ if kind.__name__ in hf_meshadapt.__all__)
+
+
 def told_arguments(args) -> dict:
-    """Training arguments that differ from their defaults and say what was computed, without paths and secrets."""
+    """Training arguments that differ from their defaults and say what was computed, as JSON gives them back.
+
+    Left out are paths, secrets, and what is no plain value nor a list or dict of such.
+    """
     values, told = args.to_dict(), {}
-    for field in dataclasses.fields(args):
-        name, value = field.name, values.get(field.name)
-        if name in UNTOLD or name.startswith(UNTOLD_PREFIXES) or value == default_of(field):
+    for field in dataclasses.fields(public_class(args)):
+        name, value, held = field.name, values.get(field.name), getattr(args, field.name, None)
+        if name in UNTOLD or name.startswith(UNTOLD_PREFIXES) or value == default_of(field) or value in ("", [], {}):
             continue
-        if isinstance(value, bool | int | float) or (isinstance(value, str) and value and not is_path(value)):
-            told[name] = value
-    return {name: value for name, value in told.items() if not str(value).startswith("<")}  # a masked secret
+        if dataclasses.is_dataclass(held) and held == type(held)():  # made by Trainer where nothing was given
+            continue
+        if value != f"<{name.upper()}>" and is_plain(value):  # a masked secret
+            told[name] = json.loads(json.dumps(value))  # tuples become lists
+    return told
+
+
+def is_plain(value) -> bool:
+    """Whether a value may stand on a card: no path, and nothing in it that could be a secret."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and not SECRETS.search(key) and is_plain(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int) or (isinstance(value, str) and not is_path(value))
 
 
 def default_of(field: dataclasses.Field):

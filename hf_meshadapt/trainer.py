@@ -270,7 +270,7 @@ class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
             return
         folder = Path(output_dir or self.args.output_dir)
         self.engine.roll_call("save_model()")
-        with self.engine.naming("saving together with"):
+        with self.engine.naming("saving together with"), self._card_of_the_saved(folder):
             self._take_report()
             mesh_checkpoint.save_model(self.engine, folder, self._save_extras, self.args.save_on_each_node)
         if self.args.push_to_hub and not _internal_call:

@@ -22,7 +22,14 @@ def add_commands(commands) -> None:
     visibility.add_argument("--public", action="store_false", dest="private", help="make the repository public")
     push.add_argument("--revision", help="branch to upload to; made if it is missing (default: main)")
     push.add_argument("--message", default="Upload model", help="message of the commit (default: %(default)s)")
-    push.add_argument("--path-in-repo", metavar="PATH", help="folder in the repository (default: its root)")
+    push.add_argument(
+        "--path-in-repo",
+        metavar="PATH",
+        help="folder in the repository (default: its root); of what is in it only what the new files replace is deleted",
+    )
+    push.add_argument(
+        "--replace-folder", action="store_true", help="delete everything else in the folder that --path-in-repo names"
+    )
     push.add_argument("--with-state", action="store_true", help="upload what resuming a checkpoint needs, too")
     push.add_argument(
         "--create-only", action="store_true", help="make the repository, upload nothing: tests the token"
@@ -65,6 +72,7 @@ def run_push(args) -> int:
         message=args.message,
         path_in_repo=args.path_in_repo,
         with_state=args.with_state,
+        replace_folder=args.replace_folder,
     )
     print(f"uploaded {args.folder} to {url}")
     return 0

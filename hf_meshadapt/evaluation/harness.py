@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -26,6 +27,8 @@ from .local_tasks import write_local_tasks
 
 logger = logging.getLogger(__name__)
 
+# What two evaluations have in common whose results may stand in one table. Batch size and device only round.
+SETTINGS = ("lm_eval", "limit", "num_fewshot", "dtype", "chat_template", "step", "run")
 BUILDERS = ("json", "csv", "text", "parquet", "pandas", "arrow")  # readers of local files, no data sets
 
 
@@ -74,8 +77,9 @@ def evaluate(folder: Path, options: EvaluationOptions, base_model: str | None = 
     A card that nobody has edited is written anew with the results.
 
     Returns:
-        What it wrote: lm-eval's version, `results` as {task: {metric: {value, stderr}}}, `samples` and `datasets` by task,
-        the base model's name (where it is one of the Hub) and results, and the run's step.
+        What it wrote: lm-eval's version and settings, `results` as {task: {metric: {value, stderr}}}, `samples` and
+        `datasets` by task, the base model's name (where it is one of the Hub), `key` (where it is not) and results, and
+        the model's run and step.
 
     Raises:
         ValueError: no model, or tasks that do not exist.
@@ -95,12 +99,32 @@ def run_on(folder: Path, options: EvaluationOptions, base_model: str | None = No
     after = run_harness(str(folder), options)
     return {
         "lm_eval": importlib.metadata.version("lm_eval"),
-        "limit": options.limit,
-        "num_fewshot": options.num_fewshot,
-        "step": load_record(folder)["global_step"] if (folder / RECORD_NAME).is_file() else None,
+        **{name: getattr(options, name) for name in ("limit", "num_fewshot", "dtype", "chat_template")},
+        **model_of(folder),
         **after,
-        "base": before and {"model": hub_id(base_model), "results": before["results"]},
+        "base": before and base_of(base_model) | {"results": before["results"]},
     }
+
+
+def model_of(folder: Path) -> dict:
+    """`step` and `run` that tell a saved model from an earlier one in its folder; see `run_record.same_model`."""
+    if not (folder / RECORD_NAME).is_file():
+        return {"step": None, "run": files_key(folder)}
+    record = load_record(folder)
+    return {"step": record["global_step"], "run": record.get("run")}
+
+
+def base_of(model: str) -> dict:
+    """`model`, its name on the Hub, or None, and then a `key` in its place."""
+    name = hub_id(model)
+    return {"model": name, "key": None if name else files_key(Path(model))}
+
+
+def files_key(folder: Path) -> str:
+    """Tells models without a name apart, by their weights' files and not by the place where they lie."""
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin"))
+    found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
 
 
 def keep(folder: Path, evaluation: dict) -> None:
@@ -125,11 +149,17 @@ def write_results(folder: Path, evaluation: dict) -> None:
 
 
 def with_earlier(path: Path, evaluation: dict) -> dict:
-    """Adds the results of other tasks from an earlier evaluation of the same model in the same way."""
-    earlier = read_json(path) if path.is_file() else {}
-    same = all(earlier.get(key) == evaluation[key] for key in ("lm_eval", "limit", "num_fewshot", "step"))
+    """Adds the results of other tasks from an earlier evaluation of the same model in the same way (`SETTINGS`), beside the
+    same base model or none."""
+    if not path.is_file():
+        return evaluation
+    earlier = read_json(path)
+    other = [name for name in SETTINGS if earlier.get(name) != evaluation.get(name)]
     # A base model's results stand beside all of a model's, or none.
-    if not earlier or not same or bool(earlier["base"]) != bool(evaluation["base"]):
+    bases = [(base := one.get("base")) and (base.get("model"), base.get("key")) for one in (earlier, evaluation)]
+    other += ["base"] if bases[0] != bases[1] else []
+    if other:
+        logger.warning("%s: earlier results differ in %s; the new ones take their place", path, ", ".join(other))
         return evaluation
     merged = {key: earlier[key] | evaluation[key] for key in ("results", "samples", "datasets")}
     base = evaluation["base"]

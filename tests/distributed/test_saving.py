@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_meshadapt import checkpoint_folder
+from hf_meshadapt.run_record import load_record
 from tests.equality import VOCAB, mesh_trainer, tiny_model
 from tests.runs import (
     DENSE,
@@ -103,6 +104,9 @@ def test_without_a_shared_filesystem_weights_reach_rank_0_and_all_can_resume(tmp
         mine = whole[i * machine_size : (i + 1) * machine_size] if i else whole
         stored = set(checkpoint_folder.weight_map(machine / "checkpoint-7"))
         assert stored - EMBEDDINGS <= {name for run in mine for name in run["weights"]}
+
+    records = [load_record(folder) for machine in machines for folder in machine.iterdir()]
+    assert len({record["run"] for record in records}) == 1  # of which each machine writes its own
 
     # The last machine died before it had the newest one.
     shutil.rmtree(machines[-1] / "checkpoint-7")

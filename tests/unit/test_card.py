@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import logging
@@ -11,9 +12,19 @@ import re
 import pytest
 from huggingface_hub import ModelCard
 
+import hf_meshadapt
 from hf_meshadapt.card import card_of, is_unedited, render_card, write_card
+from hf_meshadapt.card_sections import argument_code
 from hf_meshadapt.checkpoint_folder import write_json
-from hf_meshadapt.run_record import RECORD_FORMAT, RECORD_NAME, load_record
+from hf_meshadapt.run_record import (
+    RECORD_FORMAT,
+    RECORD_NAME,
+    is_plain,
+    load_record,
+    public_class,
+    told_arguments,
+)
+from tests.equality import COMMON
 from tests.hub_cards import card_faults, numbers_in_tables, untraced
 
 RECORD = {
@@ -120,6 +131,49 @@ def test_its_code_blocks_are_python_and_its_arguments_are_ours(is_adapter):
     assert isinstance(made["args"], MeshAdaptArguments) and made["args"].max_steps == 40
 
 
+TOLD = {
+    "lr_scheduler_type": "cosine_with_restarts",
+    "lr_scheduler_kwargs": {"num_cycles": 2},
+    "optim_target_modules": ["attn", "mlp"],
+    "accelerator_config": {"use_seedable_sampler": False},
+}
+ENDPOINT = "trainer7.corp.example.com:29600"
+
+
+@pytest.mark.parametrize("name", ["MeshAdaptArguments", "MeshAdaptSFTConfig", "MeshAdaptDPOConfig", "Mine"])
+def test_the_arguments_on_a_card_make_the_arguments_of_the_run(name, tmp_path):
+    """Of their own class, which knows its fields and defaults; that of a class of the user's the nearest one here."""
+    public = "MeshAdaptArguments" if name == "Mine" else name
+    mine = dataclasses.make_dataclass("Mine", [("secret", str, "mine")], bases=(hf_meshadapt.MeshAdaptArguments,))
+    kind = mine if name == "Mine" else getattr(hf_meshadapt, name)
+    anchor = {} if name == "MeshAdaptDPOConfig" else {"anchor": True, "fast_endpoint": ENDPOINT}
+    further = {"max_length": 512} if hasattr(kind, "max_length") else {}
+    further |= {"packing": True, "eos_token": "<|end|>"} if hasattr(kind, "packing") else {}
+    args = kind(**COMMON | TOLD | anchor | further, pipeline_stages=2, output_dir=str(tmp_path))
+    told = told_arguments(args)
+    assert told == json.loads(json.dumps(told)) and not {"circuit", "fast_endpoint", "secret"} & set(told)
+    assert TOLD["accelerator_config"].items() <= told["accelerator_config"].items()
+    assert all(told[key] == value for key, value in (TOLD | further).items() if key != "accelerator_config")
+    code, made = argument_code(told, public_class(args).__name__), {}
+    assert f"args = {public}(" in code and ENDPOINT not in code
+    code = code.replace(f"{public}(\n", f"{public}(use_cpu=True,\n")  # which says where it ran
+    exec("\n".join(code.splitlines()[1:-1]), made)
+    assert told_arguments(made["args"]) == told
+
+
+def test_nothing_secret_or_local_within_a_dict_is_told():
+    plain = ({"a": [1, None, {"b": "c"}]}, ["x"], {"key_states": True, "tokenizer_x": 1}, "<|end|>")
+    assert [is_plain(value) for value in plain] == [True, True, True, True]
+    local = ({"token": "hf_x"}, {"api_key": "x"}, {"a": ["/home/me"]}, {1: 2}, [object()], [float("inf")])
+    assert not any(map(is_plain, local))
+
+
+def test_a_card_of_a_mesh_says_that_an_anchor_was_started_beside_it():
+    assert "anchor" not in render_card(RECORD)
+    report = RECORD["report"] | {"anchor": {"num_steps": 3}}
+    assert "once more as the anchor, with circuit='anchor'" in render_card(RECORD | {"report": report})
+
+
 ADAPTER = {
     "peft_type": "LORA",
     "r": 16,
@@ -146,6 +200,9 @@ def test_results_are_in_the_metadata_and_beside_the_base_models():
     row = "| gsm8k_heldout | exact_match,strict-match | 319 | 0.1100 ± 0.0170 | 0.2100 ± 0.0220 |"
     assert row in str(card)
     assert "Only the first 20 examples" in render_card(RECORD, EVALUATION | {"limit": 20})
+    asked = {"num_fewshot": 5, "chat_template": True, "dtype": "float32"}
+    assert "Settings: 5-shot, chat template, float32." in render_card(RECORD, EVALUATION | asked)
+    assert "Settings" not in render_card(RECORD, EVALUATION | {"num_fewshot": None, "dtype": "auto"})
 
 
 def test_every_number_in_a_table_is_one_that_was_recorded():
@@ -184,7 +241,15 @@ def test_only_results_of_this_very_model_are_on_its_card(tmp_path, caplog):
     write_json(folder / "evaluation.json", EVALUATION | {"step": 30})
     with caplog.at_level(logging.WARNING):
         assert "0.2100" not in card_of(folder)
-    assert "step 30" in caplog.text
+    assert "step 30 of this run" in caplog.text
+    # As many steps of another run, in the same folder.
+    write_json(folder / RECORD_NAME, RECORD | {"run": "b"})
+    write_json(folder / "evaluation.json", EVALUATION | {"step": 40, "run": "b"})
+    assert "0.2100" in card_of(folder)
+    for other in ({"step": 40, "run": "a"}, {"step": 40}, {"run": "b"}):
+        write_json(folder / "evaluation.json", EVALUATION | other)
+        assert "0.2100" not in card_of(folder)
+    assert "step 40 of another run" in caplog.text
 
 
 def test_an_adapter_on_a_model_of_nobody_else_says_so(tmp_path, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -143,6 +144,52 @@ def test_an_edited_card_is_not_overwritten_and_other_tasks_are_added(model, capl
     assert set(read_json(model / "evaluation.json")["results"]) == {"sciq", "hellaswag"}
     evaluate(model, EvaluationOptions(("winogrande",), limit=5))
     assert set(read_json(model / "evaluation.json")["results"]) == {"winogrande"}
+
+
+OPTIONS = {"limit": 5, "num_fewshot": 2, "dtype": "float32", "chat_template": True}
+
+
+@pytest.mark.parametrize("changed", [*OPTIONS, "run", "global_step"])
+def test_results_of_other_models_and_of_other_settings_do_not_stand_together(model, changed, caplog):
+    write_json(model / RECORD_NAME, RECORD | {"run": "a"})
+    first = evaluate(model, EvaluationOptions(("sciq",)))
+    assert first["run"] == "a" and {name: first[name] for name in OPTIONS} == {
+        "limit": None, "num_fewshot": None, "dtype": "auto", "chat_template": False,
+    }  # fmt: skip
+    further = {changed: OPTIONS[changed]} if changed in OPTIONS else {}
+    if not further:
+        write_json(model / RECORD_NAME, RECORD | {"run": "a", changed: 41 if changed == "global_step" else "b"})
+    evaluate(model, EvaluationOptions(("hellaswag",), **further))
+    assert set(read_json(model / "evaluation.json")["results"]) == {"hellaswag"}
+    assert f"earlier results differ in {changed.removeprefix('global_')}; the new" in caplog.text
+
+
+def test_each_base_model_has_a_table_of_its_own(model, tmp_path_factory):
+    bases = [tmp_path_factory.mktemp(name) for name in "ab"]
+    for base in bases:  # of one size: it is their time that tells them apart
+        (base / "model.safetensors").write_bytes(b"weights")
+    os.utime(bases[1] / "model.safetensors", ns=(1, 1))
+    for first, second in (("org/a", "org/b"), map(str, bases), (str(bases[0]), "org/a"), ("org/a", None)):
+        (model / "evaluation.json").unlink(missing_ok=True)
+        both = [evaluate(model, EvaluationOptions((task,)), base) for task, base in zip("ab", (first, first))]
+        merged = read_json(model / "evaluation.json")
+        assert set(merged["results"]) == set(merged["base"]["results"]) == {"a", "b"}
+        assert str(tmp_path_factory.getbasetemp()) not in json.dumps(both)
+        evaluate(model, EvaluationOptions(("c",)), second)
+        now = read_json(model / "evaluation.json")
+        assert set(now["results"]) == {"c"} and (second is None or set(now["base"]["results"]) == {"c"})
+
+
+def test_a_folder_without_a_record_is_known_by_its_weights(model):
+    (model / RECORD_NAME).unlink()
+    for tasks, time in ((("a",), 1), (("b",), 1), (("c",), 2)):
+        (model / "model.safetensors").write_bytes(b"weights")
+        os.utime(model / "model.safetensors", ns=(time, time))
+        evaluate(model, EvaluationOptions(tasks))
+        expected = {"a"} if tasks == ("a",) else {"a", "b"} if tasks == ("b",) else {"c"}
+        assert set(read_json(model / "evaluation.json")["results"]) == expected
+    write_json(model / RECORD_NAME, RECORD)  # a run has saved its model there
+    assert "0.5000" not in harness.write_card(model).read_text()
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

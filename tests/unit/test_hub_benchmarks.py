@@ -36,6 +36,12 @@ MMLU_PRO = GSM8K | {
     ("evaluation", "name", "value", "notes"),
     [
         (GSM8K, "gsm8k", 29.71, "lm-eval 0.4.13, task gsm8k, exact_match,strict-match"),
+        (
+            GSM8K | {"chat_template": True, "dtype": "auto"},
+            "gsm8k",
+            29.71,
+            "lm-eval 0.4.13, task gsm8k, exact_match,strict-match, chat template",
+        ),
         (MMLU_PRO, "mmlu_pro", 12.5, "lm-eval 0.4.13, task mmlu_pro, exact_match,custom-extract, 5-shot"),
     ],
 )

@@ -7,12 +7,14 @@ import re
 import string
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from trl import TrlParser
 
 from hf_meshadapt import MeshAdaptDPOConfig, MeshAdaptSFTConfig
+from hf_meshadapt.anchor.handshake import SECRET_VARIABLE, new_secret
 from hf_meshadapt.evaluation.groups import DOMAINS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,3 +93,33 @@ def test_the_chat_template_marks_the_assistants_tokens():
     assert text.startswith(prompt)
     marked = words.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
     assert sum(marked["assistant_masks"]) == len(words("w2 w3<|im_end|>")["input_ids"])
+
+
+SCRIPTS = {"finetune_gsm8k": "MeshAdaptTrainer", "finetune_lora": "MeshAdaptTrainer", "sft": "MeshAdaptSFTTrainer"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_can_be_the_anchor(name, example, tmp_path, monkeypatch):
+    """Which serves and does nothing else. Those of pairs have no anchor."""
+    module, called = example(name), []
+
+    class Serving:  # a trainer with nothing but what the anchor's launch may call
+        def __init__(self, **given):
+            assert given["args"].runs_anchor
+
+        def train(self):
+            called.append("train")
+
+    tokenizer = SimpleNamespace(pad_token="x", chat_template=None)
+    monkeypatch.setattr(module, SCRIPTS[name], Serving)
+    monkeypatch.setattr(module, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda folder: tokenizer))
+    monkeypatch.setattr(module, "DataCollatorForSeq2Seq", lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(module, "load_splits", lambda *_, **__: ([], []))
+    monkeypatch.setattr(module, "tokenize", lambda dataset, *_: dataset, raising=False)
+    monkeypatch.setenv(SECRET_VARIABLE, new_secret())
+    options = ["--model_name_or_path", "x", "--pipeline_stages", "2", "--use_cpu", "true", "--bf16", "false"]
+    options += ["--anchor", "--circuit", "anchor", "--fast_endpoint", "127.0.0.1:29600", "--output_dir", str(tmp_path)]
+    options += ["--dataset_name", "x"] if name == "sft" else []
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    module.main()
+    assert called == ["train"]
