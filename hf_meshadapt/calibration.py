@@ -153,6 +153,10 @@ def hand_over(engine: MeshEngine, states: dict[int, dict[str, Tensor]]) -> None:
     stages, mesh = engine.parts.stages, engine.mesh
     shapes = {chunk: [(name, list(t.shape)) for name, t in state.items()] for chunk, state in states.items()}
     shapes = engine.share(shapes)
+
+    def rank_of(peer: int) -> int:
+        return engine.topology.rank_of(engine.topology.replica, peer)
+
     for chunk in range(1, mesh.num_chunks):
         state = states.get(chunk)
         giver, taker = chunk % mesh.stages, (chunk - 1) % mesh.stages
@@ -160,11 +164,11 @@ def hand_over(engine: MeshEngine, states: dict[int, dict[str, Tensor]]) -> None:
             if state is None and chunk - 1 in stages:
                 state = {name: torch.empty(shape) for name, shape in shapes[chunk]}
                 for tensor in state.values():
-                    with engine.naming("the fit of a boundary from"):
+                    with engine.naming("the fit of a boundary from", [rank_of(giver)]):
                         dist.recv(tensor, group=engine.groups.control, group_src=giver)
             elif state is not None:
                 for tensor in state.values():
-                    with engine.naming("handing the fit of a boundary to"):
+                    with engine.naming("handing the fit of a boundary to", [rank_of(taker)]):
                         dist.send(tensor.float().cpu().contiguous(), group=engine.groups.control, group_dst=taker)
         set_fit(engine, chunk, state)
 
@@ -195,7 +199,11 @@ def token_table(engine: MeshEngine) -> Tensor:
         table = torch.empty(layout.vocab_size, size, dtype=torch.bfloat16, device=engine.device)
     if engine.groups is not None:
         data = table.cpu().contiguous().view(torch.uint8)
-        with engine.naming("token features from"):
+        topology = engine.topology
+        others = topology.pipeline_ranks(topology.replica)
+        sends = topology.stage == 0
+        awaited = "handing token features to" if sends else "token features from"
+        with engine.naming(awaited, others if sends else others[:1]):
             dist.broadcast(data, group=engine.groups.control, group_src=0)
         table = data.view(torch.bfloat16)
     return table.to(engine.device)

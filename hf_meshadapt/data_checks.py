@@ -72,8 +72,7 @@ def check_tokens(batch: dict) -> dict:
                 f"{name} of dtype {batch[name].dtype}: must be whole numbers. Convert the column to int64"
             )
     for name in ("labels", "attention_mask", "position_ids", "token_type_ids"):
-        # A mask of four dimensions is one that models take as it is.
-        if name in batch and batch[name].dim() != 4 and batch[name].shape != shape:
+        if name in batch and batch[name].shape != shape and not (name == "attention_mask" and _of_pairs(batch)):
             raise ValueError(
                 f"{name} of shape {tuple(batch[name].shape)} beside input_ids of shape {tuple(shape)}: must have one entry "
                 "for each token. Pad both to the same length"
@@ -90,6 +89,12 @@ def row_fault(found: int, rows: int) -> str | None:
         "per_device_eval_batch_size, for each replica of this process. Let it return one row for each example, and cut "
         "long examples into several beforehand, for example with dataset.map"
     )
+
+
+def _of_pairs(batch: dict) -> bool:
+    """Whether the mask says of every token which others it sees, (B, heads or 1, T, T): models take it as it is."""
+    (rows, length), mask = batch["input_ids"].shape, batch["attention_mask"]
+    return mask.dim() == 4 and (mask.shape[0], *mask.shape[2:]) == (rows, length, length)
 
 
 def token_range(batch: dict) -> torch.Tensor:

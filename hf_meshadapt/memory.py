@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 # Values that an optimizer keeps per parameter, in the parameter's dtype, by the start of its name in `optim`.
 OPTIMIZER_COPIES = {"adamw_torch": 2, "adamw_apex": 2, "adamax": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1}
+FEW_BITS = ("8bit", "4bit")  # names of optimizers whose state is quantised end so
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -180,15 +181,17 @@ def passes_bytes(
 
 
 def optimizer_copies(optimizer: str) -> int:
-    """Values of optimizer state per parameter; 0 for optimizers that are not known here, so that a plan stays a
-    lower bound."""
+    """Values of optimizer state per parameter; 0 for optimizers that are not known here or that quantise it, so that a plan
+    stays a lower bound."""
+    if optimizer.endswith(FEW_BITS):
+        return 0
     return next((copies for name, copies in OPTIMIZER_COPIES.items() if optimizer.startswith(name)), 0)
 
 
 def step_bytes(rank: RankWeights, optimizer: str, on_cuda: bool) -> int:
     """Temporaries of an optimizer step: torch's AdamW takes the root of the second moment, of all tensors at once on
     CUDA and of one after the other elsewhere; the fused one takes none."""
-    if not optimizer.startswith("adamw_torch") or "fused" in optimizer:
+    if not optimizer.startswith("adamw_torch") or "fused" in optimizer or optimizer.endswith(FEW_BITS):
         return 0
     return rank.trainable if on_cuda else 2 * rank.largest
 

@@ -182,13 +182,14 @@ def _write_state(site: SaveSite, optimizer: torch.optim.Optimizer, scheduler_sta
         ]
         save_optimizer_files(site.partial, site.engine.topology.stage, *optimizer_state_by_name(optimizer, named))
     save_sync_state(site.engine, site.partial, optimizer)
+    fitted = fitted_for(site.engine.boundary) if site.engine.calibrated else None
     save_rank_state(
         site.partial,
         site.rank,
         rng=capture_rng(),
         scheduler=scheduler_state,
         tensors=boundary_state(site.engine),
-        extra={"calibrated": fitted_for(site.engine.boundary) if site.engine.calibrated else None},
+        extra={"calibrated": fitted, "calibration_cost": site.engine.calibration_cost},
     )
 
 
@@ -242,13 +243,13 @@ def load_state(engine: MeshEngine, folder: Path, optimizer: torch.optim.Optimize
         state = load_rank_state(folder, 0)
     load_scheduler_state(scheduler, state.scheduler, optimizer)
     if engine.needs_calibration:
-        _load_boundaries(engine, folder, calibrated=state.extra["calibrated"])
+        _load_boundaries(engine, folder, state.extra)
 
 
-def _load_boundaries(engine: MeshEngine, folder: Path, calibrated: list | None) -> None:
+def _load_boundaries(engine: MeshEngine, folder: Path, extra: dict) -> None:
     # All ranks must decide alike, those without a receiving boundary too: calibration is a pass through all stages.
     same_cut = load_mesh_info(folder)["mesh"]["layers_per_chunk"] == layers_of(engine)
-    if calibrated != fitted_for(engine.boundary) or not same_cut:
+    if extra["calibrated"] != fitted_for(engine.boundary) or not same_cut:
         if engine.topology.rank == 0:
             logger.warning("%s was written with other boundaries: they are calibrated anew", folder)
         return
@@ -256,6 +257,7 @@ def _load_boundaries(engine: MeshEngine, folder: Path, calibrated: list | None) 
     for path in sorted((folder / MESH_STATE).glob("rank-*.json")):
         saved |= load_rank_state(folder, int(path.stem.split("-")[1])).tensors
     load_boundary_state(engine, saved)
+    engine.calibration_cost = extra.get("calibration_cost")
 
 
 def load_rng(engine: MeshEngine, folder: Path) -> None:

@@ -9,13 +9,15 @@ import functools
 import logging
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import has_length
 
+from .anchoring.data import can_read, has_indices
 from .arguments import MeshAdaptArguments
+from .batches import source_of
 from .engine import MeshEngine
 from .pipeline.refusals import refuse_partial_outputs
 from .pipeline.stage import LossFunction
@@ -151,7 +153,8 @@ def refuse_optimizer(trainer) -> None:
 
 
 def refuse_foreign_loader(loader, engine: MeshEngine, trains: bool) -> None:
-    """Raises NotImplementedError for a loader that does not tell of its data set, where the mesh must know it."""
+    """Raises NotImplementedError for a loader that does not tell of its data set, or of one that can be read once only,
+    where the mesh must know it, or read it apart."""
     dealt = engine.mesh.replicas > 1 and not engine.mesh.emulated
     calibrates = trains and engine.boundary.needs_calibration
     if (dealt or calibrates) and not hasattr(loader, "total_batch_size"):
@@ -159,6 +162,25 @@ def refuse_foreign_loader(loader, engine: MeshEngine, trains: bool) -> None:
             f"a data loader of your own ({type(loader).__name__}): the mesh must know its data set, to deal rows out to "
             "replicas and to calibrate boundaries. Return what Trainer's own get_train_dataloader or get_eval_dataloader "
             "returns, for a data set that has all rows"
+        )
+    if calibrates:
+        _refuse_single_pass(source_of(loader), engine)
+
+
+def _refuse_single_pass(dataset, engine: MeshEngine) -> None:
+    """The calibration reads the first rows, and training from the first on: what is read once only would lose them."""
+    name, remedy = type(dataset).__name__, "let __iter__ begin anew, such as by opening the file in it"
+    if not can_read(dataset):
+        raise NotImplementedError(
+            f"train_dataset is a {name}, which can be read once only: the calibration of the boundaries would take its "
+            f"first rows from the training. Use a data set with a length and indices, {remedy}, or set preset='dense'"
+        )
+    held = [key for key, value in getattr(dataset, "__dict__", {}).items() if isinstance(value, Iterator)]
+    if held and not has_indices(dataset) and engine.topology.rank == 0:
+        logger.warning(
+            "train_dataset (%s) keeps an iterator in .%s: if it goes on where that stands, the rows that the calibration "
+            "of the boundaries reads are missing from the training. Then %s",
+            *(name, held[0], remedy),
         )
 
 

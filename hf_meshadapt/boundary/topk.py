@@ -3,7 +3,8 @@
     x̂_i = bfloat16(x_i) for the k largest |x_i|, else 0        k = floor(8 bytes / (16 + ceil(log2 H)))
     |x - x̂|² = sum of the H - k smallest squares, + at most 2**-16 of the kept energy
 
-Biased. A residual belongs to its sample, so that error feedback takes a cache of all samples (`aq_sgd.DeltaCoder`).
+Biased. A residual belongs to its sample, so that error feedback takes a cache of all samples (`aq_sgd.DeltaCoder`),
+which is not saved with checkpoints.
 Deterministic.
 
 Source: Aji & Heafield, Sparse communication for distributed gradient descent (2017).

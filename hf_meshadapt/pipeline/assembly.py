@@ -15,6 +15,7 @@ from ..config import BoundaryConfig, MeshConfig
 from .adapters import stored_adapter_names
 from .layout import ModelLayout, find_layout, parameters_per_layer, prune, untie_head
 from .ownership import leftover_claims, leftover_owners, owned_names, saved_names
+from .part import holds_part, place_of, refuse_as_whole
 from .partition import chunk_spans, split_layers
 from .refusals import refuse_unsplittable
 from .stage import StageModule
@@ -178,7 +179,7 @@ def load_own(
     """
     dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     model_class = type(whole)
-    if mesh.num_chunks == 1 or mesh.emulated:
+    if not holds_part(mesh):
         return model_class.from_pretrained(source, config=whole.config, dtype=dtype)
 
     def build_pruned(self, config, *args, **kwargs):
@@ -206,23 +207,16 @@ def load_own(
 
 
 def _prune_for(model: nn.Module, layout: ModelLayout, spans: list[range], mesh: MeshConfig, stage: int) -> None:
-    if not mesh.emulated and mesh.num_chunks > 1:
-        chunks = local_chunks(mesh, stage)
-        prune(model, layout, [spans[chunk] for chunk in chunks], 0 in chunks, mesh.num_chunks - 1 in chunks)
-        model.generate = _refuse_generate  # the first stage's would return tokens, and nonsense
-
-
-def _refuse_generate(*args, **kwargs):
-    raise NotImplementedError(
-        "generate() on a rank of a mesh: the model there is a part of the whole. Save it by save_model() on all ranks and "
-        "load it with AutoModelForCausalLM.from_pretrained, or generate in the emulated mesh"
-    )
+    if holds_part(mesh):
+        chunks, place = local_chunks(mesh, stage), place_of(mesh, stage)
+        prune(model, layout, [spans[chunk] for chunk in chunks], 0 in chunks, mesh.num_chunks - 1 in chunks, place)
+        refuse_as_whole(model)
 
 
 def _untie(model: nn.Module, layout: ModelLayout, mesh: MeshConfig, stage: int) -> None:
     chunks = local_chunks(mesh, stage)
     if mesh.num_chunks - 1 in chunks:
-        untie_head(model, layout, drop_embedding=0 not in chunks)
+        untie_head(model, layout, 0 not in chunks, place_of(mesh, stage))
 
 
 def build_stages(

@@ -17,6 +17,7 @@ from .assembly import ModelParts, cut_model, load_model, load_own, plan_spans
 from .footprint import outline_weights
 from .layout import ModelLayout, fill_in, find_layout
 from .outline import outline_model
+from .part import holds_part, refuse_as_whole
 from .split_check import check_split
 
 # A model with the parts of other stages removed, where its parts are, and the layers of every chunk.
@@ -72,7 +73,11 @@ def take_model(
         fill_in(loaded, bare, layout)  # adapters draw their first values in turn: all must be there to draw
         adapter = add_adapters(loaded, peft_config, seed)
         cut = cut_model(loaded, mesh, stage)
-    return (cut[0] if adapter is None else adapter), cut
+    if adapter is None:
+        return cut[0], cut
+    if holds_part(mesh):
+        refuse_as_whole(adapter)
+    return adapter, cut
 
 
 def read_part(parts: ModelParts, folder: Path, mesh: MeshConfig, stage: int, dtype: torch.dtype) -> dict:

@@ -63,6 +63,21 @@ class ForeignLayer(nn.Module):
         return hidden
 
 
+class AbsentLayer(ForeignLayer):
+    """Rests where another rank's layer was. No chunk's view has it, so that only a call of the model itself arrives here.
+
+    Args:
+        place: names the rank's stage.
+    """
+
+    def __init__(self, replaced: nn.Module, place: str):
+        super().__init__(replaced)
+        self._place = place
+
+    def forward(self, *args, **kwargs):
+        raise NotImplementedError(forward_refusal(self._place))
+
+
 class ForeignMatrix(nn.Identity):
     """Stands where another chunk's input embedding or output head is.
 
@@ -77,8 +92,32 @@ class ForeignMatrix(nn.Identity):
         self.register_buffer("weight", torch.empty(0, dtype=weight.dtype, device=device), persistent=False)
 
 
+class AbsentEmbedding(ForeignMatrix):
+    """Rests where the input embedding was; chunks after the first begin with a hidden state and never call it."""
+
+    def __init__(self, replaced: nn.Module, place: str):
+        super().__init__(replaced)
+        self._place = place
+
+    def forward(self, *args, **kwargs):
+        raise NotImplementedError(forward_refusal(self._place))
+
+
+def forward_refusal(place: str) -> str:
+    """What calling the model of a rank, and not its stages, is answered."""
+    return (
+        f"a forward of the model on {place}: the model of a rank is a part of the whole. Call trainer.evaluate() or "
+        "trainer.predict() on all ranks, or save it by trainer.save_model() on all ranks and load it with "
+        "AutoModelForCausalLM.from_pretrained"
+    )
+
+
 def _replace_matrix(model: nn.Module, name: str) -> None:
     model.set_submodule(name, ForeignMatrix(model.get_submodule(name)))
+
+
+def _replace_embedding(model: nn.Module, name: str, place: str) -> None:
+    model.set_submodule(name, AbsentEmbedding(model.get_submodule(name), place))
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
@@ -154,18 +193,23 @@ def parameters_per_layer(model: nn.Module, layout: ModelLayout) -> float:
     return total / max(1, layout.num_layers)
 
 
-def prune(model: nn.Module, layout: ModelLayout, spans: list[range], is_first: bool, is_last: bool) -> None:
+def prune(
+    model: nn.Module, layout: ModelLayout, spans: list[range], is_first: bool, is_last: bool, place: str = "a stage"
+) -> None:
     """Removes in place what belongs to other ranks: foreign layers, input embedding, output head.
 
     A tied embedding stays on the last stage until `untie_head` has given the head its own copy.
+
+    Args:
+        place: names the stage to whoever calls what is left as if it were the whole.
     """
     local = {index for span in spans for index in span}
     layers = model.get_submodule(layout.layers)
     for index in range(layout.num_layers):
         if index not in local:
-            layers[index] = ForeignLayer(layers[index])
+            layers[index] = AbsentLayer(layers[index], place)
     if not is_first and not (is_last and layout.tied):
-        _replace_matrix(model, layout.embedding)
+        _replace_embedding(model, layout.embedding, place)
     if not is_last and layout.head is not None:
         _replace_matrix(model, layout.head)
 
@@ -188,7 +232,7 @@ def fill_in(model: nn.Module, outline: nn.Module, layout: ModelLayout) -> None:
         model.get_submodule(layout.head).weight = model.get_submodule(layout.embedding).weight
 
 
-def untie_head(model: nn.Module, layout: ModelLayout, drop_embedding: bool) -> None:
+def untie_head(model: nn.Module, layout: ModelLayout, drop_embedding: bool, place: str = "a stage") -> None:
     """Gives the output head a weight of its own with the same values.
 
     The two copies are kept equal by summing their gradients: on a mesh they live on the two ends of the pipeline, and
@@ -198,4 +242,4 @@ def untie_head(model: nn.Module, layout: ModelLayout, drop_embedding: bool) -> N
     tied = holder.weight
     holder.weight = nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad)
     if drop_embedding:
-        _replace_matrix(model, layout.embedding)
+        _replace_embedding(model, layout.embedding, place)

@@ -51,7 +51,7 @@ def token_kinds(batch: Batch) -> torch.Tensor:
     labels, mask, positions = batch["labels"], batch.get("attention_mask"), batch.get("position_ids")
     predicts = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
     if mask is not None:
-        real = mask.bool()
+        real = _real_tokens(mask)
     elif positions is not None:
         next_starts = torch.nn.functional.pad(positions[:, 1:], (0, 1)) == 0
         real = (positions != 0) | ~next_starts | predicts
@@ -63,6 +63,15 @@ def token_kinds(batch: Batch) -> torch.Tensor:
         first = torch.zeros_like(real).scatter(1, real.int().argmax(dim=1, keepdim=True), True)
     kinds = torch.where(real, torch.where(predicts, TARGET, TOKEN), PADDING)
     return torch.where(first, FIRST, kinds).to(torch.int8)
+
+
+def _real_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) bool of an attention mask: (B, T), or of pairs (B, heads or 1, T, T), where a token that does not even see
+    itself is padding. Masks of pairs that are no whole numbers are added to scores: 0 lets see."""
+    if mask.dim() == 2:
+        return mask.bool()
+    itself = mask.diagonal(dim1=-2, dim2=-1)
+    return (itself == 0 if itself.is_floating_point() else itself != 0).any(dim=1)
 
 
 def batch_digest(batch: Batch) -> torch.Tensor:

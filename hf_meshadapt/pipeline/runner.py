@@ -22,6 +22,7 @@ from .microbatch import Batch, largest_divisor, token_kinds
 from .replicas import wrap_data_parallel
 from .schedule import Waiter, make_schedule
 from .shape_cache import ShapeCache
+from .torch_internals import forget_passes
 from .wire_stage import WireStage
 
 
@@ -191,34 +192,36 @@ class PipelineRunner(Runner):
     def _train(self, batch, rows, keys, num_items, sync):
         count = self.mesh.microbatches
         mode = "first visit" if self._first_visit(batch) else "train"
-        schedule, stages = self._schedule(rows, batch["labels"].shape[1], count, mode)
-        for stage in stages:
+        made = self._schedule(rows, batch["labels"].shape[1], count, mode)
+        for stage in made[1]:
             stage.sync_gradients = sync
         inputs = self._model_inputs(batch)
         inputs |= {"key": keys[0], "num_items": num_items.expand(count)}
-        return self._step(schedule.step, batch, inputs)
+        return self._step(made, batch, inputs)
 
     def _eval(self, batch, rows):
-        schedule, inputs = self._uncoded(batch, rows, "eval")
-        return self._step(schedule.eval, batch, inputs)
+        return self._step(*self._uncoded(batch, rows, "eval"), evaluates=True)
 
     def _observe(self, batch, rows):
         self._backward(batch, rows, torch.ones((), device=self.device))
 
     def _backward(self, batch, rows, num_items):
-        schedule, inputs = self._uncoded(batch, rows, "observe")
-        self._step(schedule.step, batch, inputs | {"num_items": num_items.expand(self._num_uncoded(rows))})
+        made, batch, inputs = self._uncoded(batch, rows, "observe")
+        self._step(made, batch, inputs | {"num_items": num_items.expand(self._num_uncoded(rows))})
 
     def _uncoded(self, batch: Batch, rows: int, mode: str) -> tuple:
         count = self._num_uncoded(rows)
-        schedule, _ = self._schedule(rows, batch["labels"].shape[1], count, mode)
-        return schedule, self._model_inputs(batch) | {"num_items": torch.ones(count, device=self.device)}
+        made = self._schedule(rows, batch["labels"].shape[1], count, mode)
+        return made, batch, self._model_inputs(batch) | {"num_items": torch.ones(count, device=self.device)}
 
-    def _step(self, step, batch: Batch, inputs: Batch) -> torch.Tensor:
-        losses: list[torch.Tensor] = []
+    def _step(self, made: tuple, batch: Batch, inputs: Batch, evaluates: bool = False) -> torch.Tensor:
+        (schedule, stages), losses = made, []
+        step = schedule.eval if evaluates else schedule.step
         arriving = (batch["input_ids"],) if 0 in self.parts.stages else ()
         target = batch["labels"] if self.parts.num_chunks - 1 in self.parts.stages else None
         step(*arriving, target=target, losses=losses, return_outputs=False, **inputs)
+        for stage in stages:
+            forget_passes(stage)
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
 
     def _schedule(self, rows: int, length: int, count: int, mode: str) -> tuple:

@@ -19,6 +19,7 @@ __all__ = [
     "fake_mode",
     "fix_buckets",
     "flatten_args",
+    "forget_passes",
 ]
 
 
@@ -32,6 +33,15 @@ def fix_buckets(module: DistributedDataParallel) -> None:
     module.reducer._push_all_rebuilt_params()
     rebuilt = module.reducer._rebuild_buckets()
     assert rebuilt, "this torch lays buckets out by other rules"
+
+
+def forget_passes(stage: PipelineStage) -> None:
+    """Lets go of what a stage keeps of passes that are over.
+
+    Activations leave with their backward pass. Those of an evaluation have none, and torch drops them only when the
+    same stage runs again: a stage of another batch shape would keep them for the rest of the run.
+    """
+    stage.clear_runtime_states()
 
 
 def fake_mode():

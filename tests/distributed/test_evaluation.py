@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_meshadapt.pipeline.runner import PipelineRunner
+
 from ..equality import Rows, collate, mesh_trainer, tiny_model
 from ..matrix.data import accuracy, greedy
 from ..runs import INTERLEAVED, fork
@@ -29,7 +31,16 @@ def make_trainer(rank: int, folder, functions: dict, **mesh):
 
 
 def evaluate(rank: int, *, functions: dict, **mesh) -> dict:
-    return make_trainer(rank, tempfile.mkdtemp(), functions, **mesh).evaluate()
+    trainer = make_trainer(rank, tempfile.mkdtemp(), functions, **mesh)
+    metrics = trainer.evaluate()
+    assert not held_passes(trainer.engine.runner)
+    return metrics
+
+
+def held_passes(runner) -> list:
+    """What torch's stages of a pipeline keep of passes that are over."""
+    made = runner._schedules._made.values() if isinstance(runner, PipelineRunner) else ()
+    return [kept for _, stages in made for stage in stages for kept in stage.fwd_cache.values()]
 
 
 @pytest.mark.parametrize("num_ranks,mesh", MESHES, ids=["interleaved", "1x2", "2x3"])

@@ -18,6 +18,7 @@ from hf_meshadapt.checkpoint_folder import weight_map
 from hf_meshadapt.config import BoundaryConfig, MeshConfig
 from hf_meshadapt.pipeline.assembly import cut_model, own_parts, wrap_chunks
 from hf_meshadapt.pipeline.footprint import outline_weights
+from hf_meshadapt.pipeline.intake import take_model
 from hf_meshadapt.pipeline.layout import fill_in, find_layout, prune
 from hf_meshadapt.pipeline.ownership import leftover_claims
 from tests.adapters import adapted_model, lora
@@ -201,6 +202,18 @@ def test_files_of_stages_become_the_file_that_peft_writes(tmp_path, case):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
     configs = [(path / "adapter_config.json").read_text() for path in (folder, tmp_path / "peft")]
     assert configs[0] == configs[1]
+
+
+def test_a_peft_model_around_a_part_is_not_taken_for_the_whole(tmp_path):
+    tokens = torch.ones(1, 3, dtype=torch.long)
+    for stage in range(2):
+        adapter, _ = take_model(adapted_model("llama", **QV), "auto", MeshConfig(stages=2), stage)
+        calls = {"save_pretrained": (tmp_path / "saved",), "push_to_hub": ("me/adapter",), "forward": (tokens,)}
+        for call, given in {**calls, "generate": (tokens,)}.items():
+            with pytest.raises(NotImplementedError, match="a part of the whole.* on all ranks"):
+                getattr(adapter, call)(*given)
+    whole, _ = take_model(adapted_model("llama", **QV), "auto", MeshConfig(stages=2, emulated=True), 0)
+    whole.save_pretrained(tmp_path / "saved")
 
 
 def write_stage(folder, stage: int, num_stages: int, *names: str) -> None:

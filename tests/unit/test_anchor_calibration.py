@@ -195,6 +195,7 @@ def test_other_boundaries_do_not_resume_with_fits_that_were_on_their_way(tmp_pat
     same, cut = make(tmp_path, max_steps=1), make(tmp_path, pipeline_stages=2)
     same.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert [sorted(prior.fits) for prior in same.anchoring.pending.values()] == [[1, 2]]
+    assert same.engine.calibration_cost["passes"] == 1  # the interrupted run's
     cut.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert cut.engine.calibration_cost["passes"] == 1 and cut.anchoring.fitting.num_applied == 2
     assert cut.anchoring.fitting.version == 4

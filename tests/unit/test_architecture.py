@@ -71,6 +71,7 @@ PURE = [
     "anchor/attachment.py",
     "pipeline/partition.py",
     "pipeline/layout.py",
+    "pipeline/part.py",
     "pipeline/microbatch.py",
     "pipeline/shape_cache.py",
     "pipeline/refusals.py",

@@ -50,6 +50,8 @@ UNFIT = [
     ({"labels": torch.zeros(2, 3)}, "labels of dtype torch.float32: must be whole"),
     ({"labels": torch.zeros(2, 2, dtype=torch.long)}, r"labels of shape \(2, 2\) beside input_ids of shape \(2, 3\)"),
     ({"attention_mask": torch.ones(2, 4)}, r"attention_mask of shape \(2, 4\) beside .*Pad both"),
+    ({"attention_mask": torch.ones(2, 1, 3, 4)}, r"attention_mask of shape \(2, 1, 3, 4\) beside .*Pad both"),
+    ({"position_ids": torch.zeros(2, 1, 3, 3, dtype=torch.long)}, r"position_ids of shape \(2, 1, 3, 3\) beside"),
     ({"position_ids": torch.zeros(2, 3)}, "position_ids of dtype torch.float32"),
     ({"use_cache": torch.ones(2)}, "batch entry use_cache: the mesh sets it itself.*rename the column"),
     ({"kind": torch.ones(2)}, "batch entry kind: the mesh sets it itself"),
@@ -227,6 +229,45 @@ def test_prediction_without_tokens(tmp_path):
     trainer.data_collator = lambda rows: {"attention_mask": torch.ones(len(rows), 4)}
     with pytest.raises(ValueError, match="the batch has no labels .only attention_mask."):
         trainer.predict(Stream(plain()))
+
+
+class Once(torch.utils.data.IterableDataset):
+    """Goes on where it stands, however often it is iterated over."""
+
+    def __init__(self, rows):
+        self.left = iter(rows)
+
+    def __iter__(self):
+        return self.left
+
+
+class OnceByName(Once):
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.left)
+
+
+def test_a_stream_that_can_be_read_once_is_not_calibrated_on(tmp_path, caplog):
+    """Where its class shows it; where it only may be so there is a warning."""
+    options = {**ANCHORED, "preset": "anchored", "max_steps": 1, "eval_strategy": "no", "calibration_tokens": 64}
+    data = OnceByName(Rows(20))
+    trainer = mesh_trainer(tiny_model("llama"), 2, str(tmp_path), trainer={"train_dataset": data}, **options)
+    with pytest.raises(NotImplementedError, match="train_dataset is a OnceByName, which can be read once only.*dense"):
+        trainer.train()
+    assert len(list(data)) == 20
+    warned = "train_dataset .Once. keeps an iterator in .left: if it goes on where that stands"
+    for data, warns in ((Once(Rows(20)), True), (Stream(list(Rows(20))), False)):
+        trainer = mesh_trainer(tiny_model("llama"), 2, str(tmp_path), trainer={"train_dataset": data}, **options)
+        caplog.clear()
+        trainer.train()
+        assert bool(re.search(warned, caplog.text)) == warns
+    dense = {**options, "preset": "dense", "calibration_tokens": None}
+    trainer = mesh_trainer(
+        tiny_model("llama"), 2, str(tmp_path), trainer={"train_dataset": OnceByName(Rows(20))}, **dense
+    )
+    trainer.train()
 
 
 TINY = [{"boundary_budget": 1e-6}, {"forward_share": 0.99}, {"boundary_codec": "topk", "boundary_budget": 1e-6},

@@ -16,6 +16,7 @@ from hf_meshadapt.memory import (
     RankWeights,
     check_fits,
     memory_plan,
+    optimizer_copies,
     passes_bytes,
     resident_plan,
     table_bytes,
@@ -219,3 +220,8 @@ def test_a_tied_matrix_that_stays_as_it_is_needs_no_gradient_and_no_optimizer_st
     with pytest.raises(ValueError, match="needs at least 727 kB"):
         MeshAdaptTrainer(tiny_model("llama_tied"), MeshAdaptArguments(**options), **data)
     MeshAdaptTrainer(tiny_model("llama_tied"), MeshAdaptArguments(**options, tied_embeddings="freeze"), **data)
+
+
+def test_state_of_few_bits_is_not_counted_as_if_it_were_whole():
+    names = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "rmsprop_bnb_8bit")
+    assert [optimizer_copies(name) for name in names] == [2, 2, 0, 0, 0]

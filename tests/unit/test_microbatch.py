@@ -31,6 +31,15 @@ def test_padding_on_either_side():
     assert kinds([[0, 0]], attention_mask=[[0, 0]]) in (["F."], [".."])
 
 
+def test_a_mask_of_pairs_says_by_its_diagonal_what_is_padding():
+    """As booleans, as 0 and the lowest number that models add, and of one head or several."""
+    labels, mask = [[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]], torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]]).bool()
+    seen = torch.ones(5, 5, dtype=torch.bool).tril() & mask[:, None, None]
+    added = torch.zeros(2, 3, 5, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for pairs in (seen, seen.long(), added, added.to(torch.bfloat16)):
+        assert kinds(labels, attention_mask=pairs.tolist()) == ["FTt..", "..FTt"]
+
+
 def test_packed_rows_have_a_first_token_per_sequence():
     positions = [[0, 1, 2, 0, 1], [2, 3, 0, 1, 2]]
     assert kinds([[0, 1, 1, 0, 1], [1, 1, 0, 1, 1]], position_ids=positions) == ["FTtFt", "TtFTt"]

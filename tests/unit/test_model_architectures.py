@@ -90,7 +90,7 @@ SAVED += ("gpt_neox", "qwen3_moe", "deepseek_v3")
 
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "loaded"])
-def test_a_part_of_a_model_does_not_generate(by_name, tmp_path):
+def test_a_part_of_a_model_is_not_taken_for_the_whole(by_name, tmp_path):
     model, tokens = make_architecture("llama"), torch.ones(1, 3, dtype=torch.long)
     model.save_pretrained(tmp_path)
     for stage in range(2):
@@ -101,8 +101,18 @@ def test_a_part_of_a_model_does_not_generate(by_name, tmp_path):
             part, *_ = cut_model(copy.deepcopy(model), mesh, stage)
         with pytest.raises(NotImplementedError, match="generate.. on a rank of a mesh: the model there is a part"):
             part.generate(tokens, max_new_tokens=2)
+        with pytest.raises(NotImplementedError, match=f"a forward of the model on stage {stage} of 2: .*a part"):
+            part(input_ids=tokens, labels=tokens)
+        with pytest.raises(
+            NotImplementedError, match=r"save_pretrained.* Call trainer.save_model\(folder\) on all ranks"
+        ):
+            part.save_pretrained(tmp_path / "saved")
+        with pytest.raises(NotImplementedError, match=r"push_to_hub.* Call trainer.push_to_hub\(\) on all ranks"):
+            part.push_to_hub("me/model")
     whole, *_ = cut_model(model, MeshConfig(stages=2, emulated=True), 0)
     assert whole.generate(tokens, max_new_tokens=2).shape[0] == 1
+    assert whole(input_ids=tokens, labels=tokens).loss.isfinite()
+    whole.save_pretrained(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ def test_stage_syncs_only_on_the_last_backward():
     assert "if last_backward:" in source and "prepare_for_backward" in source
 
 
+def test_a_stage_can_be_told_to_forget():
+    base = torch_internals.PipelineStage
+    assert parameters(base.clear_runtime_states) == ["self"]
+    assert "self.fwd_cache.clear()" in inspect.getsource(base.clear_runtime_states)
+
+
 def test_schedule_hooks():
     base = torch_internals.ScheduleGPipe
     expected = ["self", "arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs", "loss_kwargs"]
