@@ -1,4 +1,4 @@
-"""Writes the table of docs/spectral.md and docs/anchor_quality.png from the results: `python -m benchmarks.anchor_table`.
+"""Writes the tables of docs/spectral.md and docs/anchor_quality.png from the results: `python -m benchmarks.anchor_table`.
 
 A test checks that the page says what the results say.
 """
@@ -15,6 +15,7 @@ from benchmarks.quality_table import CORPORA, marked
 PAGE = Path(__file__).parents[1] / "docs" / "spectral.md"
 PICTURE = PAGE.with_name("anchor_quality.png")
 BEGIN, END = "<!-- anchor: python -m benchmarks.anchor_table -->\n", "<!-- anchor ends -->"
+BEGIN_DIAGNOSIS, END_DIAGNOSIS = "<!-- diagnosis: python -m benchmarks.anchor_table -->\n", "<!-- diagnosis ends -->"
 MASKS = "random masks at 0.95"
 LABELS = {
     "dense": "dense",
@@ -67,9 +68,32 @@ def share_text(row: dict, name: str) -> str:
     return "-" if value is None else f"{value:.2f}" if error is None else f"{value:.3f} (s.e. {error:.3f})"
 
 
-def with_table(page: str, rows: list[dict]) -> str:
-    """The page with its table anew."""
-    return marked(page, BEGIN, END, table(rows))
+def diagnosis_table(rows: list[dict]) -> str:
+    """Markdown of what priors can do for gradients, by the model's start and the boundary; shares are medians."""
+    columns = [
+        "weights", "boundary", "share in the prior: gradient", "error", "kept by the filter: gradient", "error ",
+        "cosine to the uncoded gradient", "corrected",
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        for boundary, found in row.get("boundaries", {}).items():
+            shares = [
+                "-" if found[name] is None else f"{100 * found[name][1]:.2g}%"
+                for name in ("share_in_prior", "error_share_in_prior", "kept_by_filter", "error_kept_by_filter")
+            ]
+            cosines = [f"{found[name]:.2f}" for name in ("cosine_to_uncoded", "corrected_cosine_to_uncoded")]
+            lines.append(f"| {' | '.join([row['start'], boundary, *shares, *cosines])} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_tables(page: str, rows: list[dict], diagnoses: list[dict]) -> str:
+    """The page with its tables anew.
+
+    Args:
+        rows, diagnoses: of quality_anchor.json and diagnostics.json.
+    """
+    page = marked(page, BEGIN, END, table(rows))
+    return marked(page, BEGIN_DIAGNOSIS, END_DIAGNOSIS, diagnosis_table(diagnoses))
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -97,7 +121,8 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     rows = json.loads((RESULTS / "quality_anchor.json").read_text())["rows"]
-    PAGE.write_text(with_table(PAGE.read_text(), rows))
+    diagnoses = json.loads((RESULTS / "diagnostics.json").read_text())["rows"]
+    PAGE.write_text(with_tables(PAGE.read_text(), rows, diagnoses))
     draw(rows, PICTURE)
     print(PAGE.name, PICTURE.name)
 

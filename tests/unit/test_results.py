@@ -105,9 +105,9 @@ def test_quality_anchor_means_follow_from_the_runs():
         assert (row["anchor_every"] is None) == (row["rule"] == "none") == ("anchor" not in row["bytes_per_token"])
 
 
-def test_the_table_of_the_anchors_study_says_what_the_results_say():
+def test_the_tables_of_the_anchors_page_say_what_the_results_say():
     page = anchor_table.PAGE.read_text()
-    assert anchor_table.with_table(page, rows_of("quality_anchor")) == page
+    assert anchor_table.with_tables(page, rows_of("quality_anchor"), rows_of("diagnostics")) == page
 
 
 def test_dp_quality_ratios_follow_from_the_runs():
