@@ -125,7 +125,8 @@ class AnchorChecks:
             if self.circuit == "anchor" or not self.emulated:
                 raise user_error(
                     "fast_endpoint", None, "must say where the anchor reaches the fast circuit",
-                    "Set it to host:port of the machine with rank 0, the same for both circuits",
+                    "Set it to host:port of the machine with rank 0, the same for both circuits; on one machine "
+                    "`meshadapt launch --anchor 1` does both",
                 )  # fmt: skip
             return
         try:

@@ -228,16 +228,33 @@ def checkpoint_fault(folder: Path) -> str | None:
 
 def last_whole_checkpoint(output_dir: Path) -> Path | None:
     """Newest `checkpoint-<step>` folder that is whole, or None; logs why it passes over others, removes nothing."""
-    if not output_dir.is_dir():
-        return None
+    for folder in reversed(checkpoints_in(output_dir)):
+        fault = checkpoint_fault(folder)
+        if fault is None:
+            return folder
+        logger.warning("%s is not a whole checkpoint and is passed over: %s", folder, fault)
+    return None
+
+
+def checkpoints_in(output_dir: Path) -> list[Path]:
+    """Folders `checkpoint-<step>`, oldest first, whole or not."""
     steps = {}
-    for folder in output_dir.iterdir():
+    for folder in output_dir.iterdir() if output_dir.is_dir() else ():
         match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
         if match and folder.is_dir():
             steps[int(match[1])] = folder
-    for step in sorted(steps, reverse=True):
-        fault = checkpoint_fault(steps[step])
-        if fault is None:
-            return steps[step]
-        logger.warning("%s is not a whole checkpoint and is passed over: %s", steps[step], fault)
-    return None
+    return [steps[step] for step in sorted(steps)]
+
+
+def asked_checkpoint(value, output_dir: Path):
+    """`resume_from_checkpoint` as `train()` may get it: "True", as a command line gives it, means the newest.
+
+    Raises:
+        ValueError: there is no folder of this name.
+    """
+    if value is None or isinstance(value, bool) or Path(value).is_dir():
+        return value
+    if str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    found = ", ".join(folder.name for folder in checkpoints_in(output_dir)) or "no checkpoint"
+    raise ValueError(f"resume_from_checkpoint={str(value)!r}: no such folder; {output_dir} has {found}")

@@ -28,6 +28,13 @@ def show_progress(trainer) -> None:
         trainer.add_callback(AnchorNews(phase, status))
 
 
+def tell(trainer, text: str) -> None:
+    """Writes a line to stdout, at rank 0 and above a progress bar, where anything shows progress."""
+    shown = {type(callback) for callback in trainer.callback_handler.callbacks}
+    if trainer.is_world_process_zero() and shown & {ProgressCallback, MeshProgressCallback, PrinterCallback}:
+        tqdm.write(text)
+
+
 class MeshProgressCallback(ProgressCallback):
     """transformers' progress bar with the latest mesh figures behind it, on rank 0.
 

@@ -20,9 +20,11 @@ from transformers.trainer_utils import (
 
 from . import mesh_checkpoint
 from .anchoring.choice import make_anchoring
+from .announcement import mesh_line
 from .arguments import MeshAdaptArguments
 from .batches import refuse_unlabelled, tensors_of
 from .calibration_batches import calibration_batches
+from .checkpoint_folder import asked_checkpoint
 from .data_trainer import DataMixin
 from .engine import MeshEngine
 from .evaluation_trainer import EvaluationMixin
@@ -32,7 +34,7 @@ from .hub_trainer import HubMixin
 from .pipeline.adapters import check_adapters
 from .pipeline.microbatch import pad_rows
 from .pipeline.stage import LossFunction
-from .progress import show_progress
+from .progress import show_progress, tell
 from .reports import mesh_report
 from .trainer_checks import (
     loss_function,
@@ -113,6 +115,7 @@ class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
         with self.engine.naming("Trainer's exchange with"), self.anchoring.running():
             if self.args.runs_anchor:
                 return self.anchoring.serve()
+            resume_from_checkpoint = asked_checkpoint(resume_from_checkpoint, Path(self.args.output_dir))
             if resume_from_checkpoint is True:
                 folder = mesh_checkpoint.newest_common(self.engine, Path(self.args.output_dir))
                 if folder is None:
@@ -141,8 +144,13 @@ class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
         in_turn = self.engine.replication.local.step_in_turn
         self._undo_step_hook = in_turn(self.optimizer.optimizer, self._end_step, around=self.anchoring.one_step)
         self._accumulation = 0
+        line = mesh_line(self.engine.mesh, mesh_checkpoint.layers_of(self.engine), self.engine.boundary)
+        if line is not None:
+            tell(self, line)
         if self.engine.needs_calibration:
+            tell(self, f"calibrating the boundaries on {self.args.calibration_tokens} tokens")
             self._calibrate(train_dataloader)
+            tell(self, f"boundaries calibrated in {self.engine.calibration_cost['seconds']:.1f} s")
         self.anchoring.start(train_dataloader)
         self.engine.ledger.start_run()
         return prepared

@@ -162,14 +162,17 @@ class AnchorCircuit:
         self._link.flush(self._flush_seconds)
         if self._link.done:
             return
+        sent = False
         for stage, weights in stages.items():
             missing = [name for name in weights if name not in work.names]
             if missing:
                 raise ValueError(f"the anchor's gradients lack {', '.join(missing[:3])}, which stage {stage} trains")
             tensors = work.tensors_of(weights) | further.get(stage, {})
-            if not self._link.send(stage, fields, tensors):
+            if self._link.send(stage, fields, tensors):
+                sent = True
+            elif not self._link.done:
                 logger.warning("stage %d is not connected: it gets no prior of step %d", stage, version)
-        self.num_priors += 1
+        self.num_priors += sent
 
     def work(self, version: int, weights: Tensors) -> Work:
         """The passes over a snapshot of the whole model."""

@@ -93,4 +93,5 @@ class AnchorLaunch(NoAnchor):
             self.circuit.run()
         finally:
             link.close(CLOSE_SECONDS)
-        tqdm.write(f"anchor: the fast circuit has finished; it got {self.circuit.num_priors} priors")
+        count = self.circuit.num_priors
+        tqdm.write(f"anchor: the fast circuit has finished; it was sent {count} prior{'s' * (count != 1)}")

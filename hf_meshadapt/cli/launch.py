@@ -71,6 +71,8 @@ def run(args) -> int:
     elif args.anchor_devices is not None:
         raise ValueError("--anchor-devices has no effect without --anchor")
     if args.dry_run:
+        if args.anchor is not None:  # each run has a new one, which must not be printed
+            changes = [{**change, "HF_MESHADAPT_ANCHOR_SECRET": "SECRET"} for change in changes]
         print("\n".join(map(shown, commands, changes)))
         return 0
     if not Path(args.script).is_file():

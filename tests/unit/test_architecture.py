@@ -151,6 +151,7 @@ LAYERS = [
         "anchor_checks",
         "anchor_arguments",
         "arguments",
+        "announcement",
         "progress",
         "batches",
         "reports",

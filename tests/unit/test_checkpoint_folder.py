@@ -13,6 +13,7 @@ import torch
 
 from hf_meshadapt.checkpoint import load_stage_weights, merge_index
 from hf_meshadapt.checkpoint_folder import (
+    asked_checkpoint,
     checkpoint_fault,
     commit,
     discard_partials,
@@ -145,3 +146,15 @@ def test_sigkill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path, step
         outcomes.append(is_new)
     # First the old ones, then the new ones, and some of both.
     assert outcomes == sorted(outcomes) and not outcomes[0] and outcomes[-1]
+
+
+def test_the_checkpoint_that_was_asked_for(tmp_path):
+    for step in (20, 5):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for value in (None, True, False, str(tmp_path / "checkpoint-5"), tmp_path / "checkpoint-5"):
+        assert asked_checkpoint(value, tmp_path) is value
+    assert asked_checkpoint("True", tmp_path) is True and asked_checkpoint("false", tmp_path) is False
+    with pytest.raises(ValueError, match="checkpoint-7': no such folder; .* has checkpoint-5, checkpoint-20$"):
+        asked_checkpoint(str(tmp_path / "checkpoint-7"), tmp_path)
+    with pytest.raises(ValueError, match="nowhere has no checkpoint$"):
+        asked_checkpoint("checkpoint-7", tmp_path / "nowhere")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hf_meshadapt.anchor.handshake import SECRET_VARIABLE
 from hf_meshadapt.checkpoint_folder import write_json
 from hf_meshadapt.cli.circuits import run_both
 from hf_meshadapt.cli.launch import CONFIGS
@@ -113,13 +114,15 @@ def test_launch_starts_an_anchor_beside_it(capsys):
     port = int(fast.rpartition(":")[2])
     shared = f"train.py --pipeline_stages 2 --anchor true --fast_endpoint 127.0.0.1:{port}"
     assert "accelerate.commands.launch" in fast and fast.endswith(shared)
-    assert anchor == f"ACCELERATE_USE_CPU=true {sys.executable} {shared} --circuit anchor"
+    secret = f"{SECRET_VARIABLE}=SECRET"  # of one's own making, the same for both
+    assert fast.startswith(f"{secret} ")
+    assert anchor == f"ACCELERATE_USE_CPU=true {secret} {sys.executable} {shared} --circuit anchor"
     given = ["--anchor=true", "--fast_endpoint=10.0.0.1:5"]
     options = ["--num-processes", "2", "--anchor", "3", "--anchor-devices", "4,5,6"]
     assert main(["launch", "--dry-run", *options, *script, *given]) == 0
     fast, anchor = capsys.readouterr().out.splitlines()
     assert fast.endswith(f"--num_processes 2 {' '.join(script + given)}")
-    assert anchor.startswith("CUDA_VISIBLE_DEVICES=4,5,6 ")
+    assert anchor.startswith(f"CUDA_VISIBLE_DEVICES=4,5,6 {secret} ")
     assert anchor.endswith(f"--num_processes 3 {' '.join(script + given)} --circuit anchor")
 
 
