@@ -51,7 +51,7 @@ def free_ports(count: int) -> int:
     ip_local_port_range): one of those could be gone before anybody listens.
     """
     for _ in range(100):
-        first = random.randrange(*LISTENING_PORTS)
+        first = random.SystemRandom().randrange(*LISTENING_PORTS)  # whatever seed others have set
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # one of them is taken
             for port in range(first, first + count):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))

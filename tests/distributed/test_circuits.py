@@ -36,9 +36,7 @@ CALIBRATED = dict(
 )
 TWO = dict(pipeline_stages=2)
 # Replicas that step apart.
-APART = dict(
-    dp_sync="streaming_diloco", sync_every=4, num_fragments=2, overlap_steps=1, outer_wire="int8", matrix_rank=4
-)
+APART = dict(dp_sync="streaming_diloco", sync_every=4, num_fragments=2, overlap_steps=1, outer_wire="int8")
 LATE = lora(target_modules=["q_proj", "v_proj"], layers_to_transform=[3])
 CASES = {
     "3x1+2": (

@@ -44,7 +44,12 @@ def run(rank: int, kind: str = "llama_tied", dtype: torch.dtype | None = None, *
 
 RUNS = {
     "2x2-powersgd": (4, "llama_tied", (3,), TWO_STAGES | POWERSGD),
-    "1x2-streaming-bf16": (2, "llama_tied", (2,), STREAMING | dict(bf16=True)),  # a fragment is on its way then
+    "1x2-streaming-bf16": (
+        2,
+        "llama_tied",
+        (2,),
+        STREAMING | dict(bf16=True, matrix_rank=None),
+    ),  # a fragment is on its way then
 }
 SLOW_RUNS = {
     "2x2-diloco": (4, "llama_tied", (4,), TWO_STAGES | DILOCO),

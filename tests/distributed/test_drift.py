@@ -16,7 +16,7 @@ from tests.equality import mesh_trainer, tiny_model
 from tests.runs import DENSE, TWO_STAGES, collect_warnings, fork
 
 POWERSGD = dict(dp_sync="powersgd", matrix_rank=4)
-DILOCO = dict(dp_sync="diloco", sync_every=3, outer_wire="int8", matrix_rank=4)
+DILOCO = dict(dp_sync="diloco", sync_every=3, outer_wire="int8")
 EVERY, PLANTED_AFTER = 2, 3
 
 

@@ -33,8 +33,8 @@ from ..launch import fork_rank, free_port, rank_environment, start_ranks
 ADAPTIVE = dict(preset="anchored", boundary_budget=0.4, calibration_tokens=300, calibration_every=2)
 ADAPTIVE |= dict(boundary_target_step_seconds=60.0)
 POWERSGD = dict(dp_sync="powersgd", matrix_rank=4)
-DILOCO = dict(dp_sync="diloco", sync_every=1, matrix_rank=4)
-STREAMING = dict(dp_sync="streaming_diloco", sync_every=1, matrix_rank=4)
+DILOCO = dict(dp_sync="diloco", sync_every=1)
+STREAMING = dict(dp_sync="streaming_diloco", sync_every=1)
 KILLED = [
     Case("SIGKILL", "train", "the gradient of microbatch 0 from rank 1", victim=1, stages=2),
     Case("SIGKILL", "train", "the activation of microbatch 0 from rank 0", victim=0, stages=2, schedule="1f1b"),

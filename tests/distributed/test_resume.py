@@ -199,4 +199,4 @@ def test_fewer_replicas_and_predicted_boundaries(tmp_path):
     assert not emulated[0]["warnings"]
     assert_continues(emulated, fewer, tolerance=0.0)
     other = fork(train, 3, resume=True, rows=2 * ROWS, pipeline_stages=3, **options)
-    assert all("calibrated anew" in run["warnings"][0] for run in other)
+    assert ["calibrated anew" in " ".join(run["warnings"]) for run in other] == [True, False, False]
