@@ -3,8 +3,9 @@
     sudo python -m benchmarks.throughput
 
 Two stages and two replicas, a network namespace per rank and one link each (`slow_links`), at several rates. Two CPU cores
-compute for all four ranks: the rates at which links bound a step are lower than with GPUs, and the model is chosen to compute little for its bytes. What the figures tell is whether time follows bytes, and
-from which rate on; not what a GPU does at that rate.
+compute for all four ranks: the rates at which links bound a step are lower than with GPUs, and the model is chosen to
+compute little for its bytes. What the figures tell is whether time follows bytes, and from which rate on; not what a GPU
+does at that rate.
 
 A step's time is the mean over whole rounds of outer steps, after a calibration and a step that makes schedules.
 `speedup` is tokens per second over the dense run's at the same rate; `bytes_ratio` is what a dense run's busiest kind of
