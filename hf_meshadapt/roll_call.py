@@ -17,12 +17,15 @@ from .pipeline.torch_internals import default_store
 PREFIX = "hf_meshadapt/roll_call"
 PAUSE_SECONDS = 0.01  # between two looks; it doubles
 LONGEST_PAUSE_SECONDS = 0.25
+# Rank 0 stays so long at most for the others to see that all have come: a rank that dies in between never says so.
+STAY_SECONDS = 5.0
 
 
 def missing_ranks(call: str, rank: int, num_ranks: int, timeout_seconds: float) -> dict[int, bool]:
     """Ranks that have not come to `call`, and whether each has ended; empty once all have come.
 
-    Waits for them until the deadline, or until one of them has ended.
+    Waits for them until the deadline, or until one of them has ended. Rank 0, whose end may take the store away, comes back
+    when the others have seen that all have come: a script may end with this call.
 
     Args:
         call: names this call, on all ranks alike and no other.
@@ -39,6 +42,12 @@ def missing_ranks(call: str, rank: int, num_ranks: int, timeout_seconds: float) 
             return missing
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+    seen = f"{PREFIX}/{call}/seen"
+    store.add(seen, 1)
+    if rank == 0:
+        leaves = time.monotonic() + STAY_SECONDS
+        while store.add(seen, 0) < num_ranks and time.monotonic() < leaves:
+            time.sleep(PAUSE_SECONDS)
     return {}
 
 

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from hf_meshadapt import roll_call
-from hf_meshadapt.waiting import LinkError
+from hf_meshadapt.pipeline.torch_internals import default_store
+from hf_meshadapt.waiting import LinkError, join_world
 from tests.equality import mesh_trainer, tiny_model
 from tests.runs import fork
 
@@ -56,3 +57,41 @@ def test_a_call_that_one_rank_does_not_make_says_which(tmp_path):
     assert pushed.startswith("push_to_hub() is collective") and "rank 1 (stage 1 of replica 0) called it" in pushed
     assert "by rank 0 (stage 0 of replica 0), which has ended." in pushed
     assert pushed_seconds < LINK_TIMEOUT_SECONDS - 1  # at once, not at the deadline
+
+
+def end_with_the_call(rank: int) -> float:
+    """Rank 0, which keeps the store, comes last and its process ends at once; rank 1 looks again only later.
+
+    Returns the seconds of the call.
+    """
+    join_world("gloo", 10 * LINK_TIMEOUT_SECONDS)
+    if rank == 0:
+        time.sleep(LINK_TIMEOUT_SECONDS / 10)
+    else:
+        roll_call.PAUSE_SECONDS = roll_call.LONGEST_PAUSE_SECONDS = LINK_TIMEOUT_SECONDS / 3
+    started = time.monotonic()
+    assert roll_call.missing_ranks("the last call", rank, 2, LINK_TIMEOUT_SECONDS) == {}
+    return time.monotonic() - started
+
+
+def test_rank_0_stays_until_the_others_have_seen_that_all_have_come():
+    first, second = fork(end_with_the_call, 2)
+    assert 0 < first < LINK_TIMEOUT_SECONDS and 0 < second < LINK_TIMEOUT_SECONDS
+
+
+def die_once_all_have_come(rank: int) -> float:
+    """Rank 1 comes and never says that it has seen the others; returns the seconds of rank 0's call."""
+    join_world("gloo", 10 * LINK_TIMEOUT_SECONDS)
+    started = time.monotonic()
+    if rank == 1:
+        default_store().set(f"{roll_call.PREFIX}/the last call/1", "here")
+        time.sleep(LINK_TIMEOUT_SECONDS)
+    else:
+        roll_call.STAY_SECONDS = LINK_TIMEOUT_SECONDS / 6
+        assert roll_call.missing_ranks("the last call", rank, 2, LINK_TIMEOUT_SECONDS) == {}
+    return time.monotonic() - started
+
+
+def test_rank_0_stays_only_so_long():
+    seconds, _ = fork(die_once_all_have_come, 2)
+    assert LINK_TIMEOUT_SECONDS / 6 <= seconds < LINK_TIMEOUT_SECONDS
