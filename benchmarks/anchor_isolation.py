@@ -1,15 +1,16 @@
 """What an anchor costs the training loop that must not wait for it, by what the anchor does meanwhile.
 
-A tiny model over two stages, each rank on a core of its own, and the anchor, a launch of its own, on another; on two
-cores the anchor shares the second one, and runs (SCHED_IDLE) only while the rank there does not. Timed on every rank and
-step: the whole period of the loop from one optimizer step to the next, the calls to the anchor circuit
-in it (`begin_step`, `end_step`), also by the thread's own clock, which leaves out what other processes on the core took,
-and what the correction adds to the optimizer's step, which is no part of either
-target (benchmarks/spectral_cost.py is about it, and in steps as short as these it is large).
+A tiny model over two stages and the anchor, a launch of its own. Layouts: `apart`, the anchor has a core that no rank
+uses (on two cores both ranks share the other one); `shared`, only where there is no third core: each rank has a core of its
+own and the anchor shares the second one's, where it runs (SCHED_IDLE) only while the rank does not. Timed on every rank
+and step: the whole period of the loop from one optimizer step to the next, the calls to the anchor circuit in it
+(`begin_step`, `end_step`), also by the thread's own clock, which leaves out what other processes on the core took, and
+what the correction adds to the optimizer's step, which is no part of either target (benchmarks/spectral_cost.py is about
+it, and in steps as short as these it is large).
 
 anchor_share is calls over period, of the same step. median_ratio and p99_ratio are periods, less the correction, over
-those of the runs without an anchor, one before and one after the others. Targets: anchor_share under 0.01 (median and
-p99), median_ratio within 1.05, p99_ratio within 1.5. They are for a quiet machine:
+those of the layout's runs without an anchor, one before and one after the others. Targets: anchor_share under 0.01
+(median and p99), median_ratio within 1.05, p99_ratio within 1.5. They are for a quiet machine:
 
     python -m benchmarks.anchor_isolation --steps 500
 """
@@ -38,6 +39,7 @@ from .common import print_table, write_result
 
 NAME, KIND, ROWS, NUM_ROWS, STAGES = "anchor_isolation", "llama", 4, 200, 2
 # Absent: priors are asked for, and no anchor ever comes. The others act on an anchor that is there from the first step.
+LAYOUTS = ("apart", "shared")
 STATES = ("none", "absent", "live", "slow", "stopped", "killed", "restarted")
 SLOW_SECONDS = 2.0
 SKIPPED_STEPS = 5  # they make schedules and the optimizer's state
@@ -107,10 +109,16 @@ def train(rank: int, progress, cores: list[int], folder: str, awaits_anchor: boo
     }  # fmt: skip
 
 
-def run_anchor(core: int, pass_seconds: float, folder: Path, options: dict) -> None:
+def cores_of(layout: str) -> tuple[list[int], int]:
+    """Cores of the ranks, by rank and around again, and the anchor's."""
+    cores = sorted(os.sched_getaffinity(0))
+    return (cores if layout == "shared" else cores[:-1])[:STAGES], cores[-1]
+
+
+def run_anchor(core: int, shares_core: bool, pass_seconds: float, folder: Path, options: dict) -> None:
     """The anchor's launch, in a process of its own; its passes take so much longer."""
     os.sched_setaffinity(0, {core})
-    if os.cpu_count() <= STAGES:
+    if shares_core:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     from hf_meshadapt.anchoring.passes import AnchorPasses
 
@@ -127,8 +135,8 @@ def run_anchor(core: int, pass_seconds: float, folder: Path, options: dict) -> N
 class AnchorProcess:
     """The anchor of one run, and what is done to it."""
 
-    def __init__(self, state: str, core: int, folder: Path, options: dict):
-        self.arguments = (core, SLOW_SECONDS if state == "slow" else 0.0, folder, options)
+    def __init__(self, state: str, core: int, shares_core: bool, folder: Path, options: dict):
+        self.arguments = (core, shares_core, SLOW_SECONDS if state == "slow" else 0.0, folder, options)
         self.process = None
         if state not in ("none", "absent"):
             self.start()
@@ -165,16 +173,16 @@ def anchor_of(*arguments) -> Iterator[AnchorProcess]:
         anchor.kill()
 
 
-def run(state: str, steps: int, anchor_every: int) -> list[dict]:
+def run(state: str, layout: str, steps: int, anchor_every: int) -> list[dict]:
     """The ranks' timings of one run."""
-    cores = sorted(os.sched_getaffinity(0))
-    anchor_core = cores[-1]
+    cores, anchor_core = cores_of(layout)
     options = {"max_steps": steps + SKIPPED_STEPS, "pipeline_stages": STAGES}
     if state != "none":
         endpoint = f"127.0.0.1:{free_ports(STAGES)}"
         options |= {"anchor": True, "anchor_every": anchor_every, "prior_rank": 8, "fast_endpoint": endpoint}
     progress = multiprocessing.get_context("fork").Value("l", 0)
-    with tempfile.TemporaryDirectory() as name, anchor_of(state, anchor_core, Path(name), options) as anchor:
+    place = (anchor_core, anchor_core in cores)
+    with tempfile.TemporaryDirectory() as name, anchor_of(state, *place, Path(name), options) as anchor:
         awaits = anchor.process is not None
         ranks = (progress, cores, name, awaits, options)
         processes = start_ranks(train, STAGES, Path(name), *ranks).processes
@@ -199,6 +207,16 @@ def disturb(anchor: AnchorProcess, plan: list[tuple[int, str]], progress, proces
         if plan and progress.value >= plan[0][0]:
             getattr(anchor, plan.pop(0)[1])()
         time.sleep(0.01)
+
+
+def measure(layout: str, options: argparse.Namespace) -> list[dict]:
+    """The rows of one layout."""
+    size = (options.steps, options.anchor_every)
+    runs = [(state, run(state, layout, *size)) for state in ("none", *options.states, "none")]
+    bare = [rank for state, ranks in runs if state == "none" for rank in ranks]
+    baseline = np.concatenate([rank["period"] for rank in bare])
+    kept = {"none": bare} | {state: ranks for state, ranks in runs if state != "none"}
+    return [{"layout": layout} | figures(state, ranks, baseline, *size) for state, ranks in kept.items()]
 
 
 def figures(state: str, ranks: list[dict], baseline: np.ndarray, steps: int, anchor_every: int) -> dict:
@@ -230,13 +248,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="timed optimizer steps of a run")
     parser.add_argument("--anchor-every", type=int, default=10)
     parser.add_argument("--states", nargs="+", choices=STATES[1:], default=list(STATES[1:]))
+    third = len(os.sched_getaffinity(0)) > STAGES
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS[:1] if third else LAYOUTS))
     parser.add_argument("--no-result", action="store_true", help="print only")
     options = parser.parse_args()
-    runs = [(state, run(state, options.steps, options.anchor_every)) for state in ("none", *options.states, "none")]
-    bare = [rank for state, ranks in runs if state == "none" for rank in ranks]
-    baseline = np.concatenate([rank["period"] for rank in bare])
-    kept = {"none": bare} | {state: ranks for state, ranks in runs if state != "none"}
-    rows = [figures(state, ranks, baseline, options.steps, options.anchor_every) for state, ranks in kept.items()]
+    rows = [row for layout in options.layouts for row in measure(layout, options)]
     shown = [
         "anchor_share_median",
         "anchor_share_p99",
@@ -245,7 +261,7 @@ def main() -> None:
         "p99_ratio",
         "num_live_steps",
     ]
-    print_table(rows, ["anchor_state", *shown])
+    print_table(rows, ["layout", "anchor_state", *shown])
     if not options.no_result:
         write_result(NAME, rows, seeds=[7])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -35,8 +36,14 @@ def write_result(name: str, rows: list[dict], seeds: list[int], command: str | N
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(as_text(result))
     return path
+
+
+def as_text(result: dict) -> str:
+    """Indented JSON, but a list of numbers on one line: raw samples are thousands."""
+    numbers = r"\[\n[\d\s,.e+-]*\]"  # a newline is no part of a string in JSON
+    return re.sub(numbers, lambda found: " ".join(found[0].split()), json.dumps(result, indent=1)) + "\n"
 
 
 def read_rows(name: str) -> list[dict]:

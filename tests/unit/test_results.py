@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from benchmarks import anchor_table, boundary_quality, quality_anchor, throughput
-from benchmarks.common import quartiles
+from benchmarks.anchor_isolation import LAYOUTS, STATES
+from benchmarks.common import as_text, quartiles
 from benchmarks.quality_table import PAGES, with_table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -24,6 +25,16 @@ def rows_of(name: str) -> list[dict]:
 def test_form(path):
     result = json.loads(path.read_text())
     assert set(result) == {"command", "machine", "date", "seeds", "rows"} and result["rows"]
+
+
+def test_text_of_a_result_is_the_same_json_with_short_lists_of_numbers():
+    result = {
+        "command": "x --list [1, 2]",
+        "rows": [{"samples": [1, -2.5, 3e-07], "names": ["a"], "none": [], "deep": [[1], [2]]}],
+    }
+    text = as_text(result)
+    assert json.loads(text) == result
+    assert '"samples": [ 1, -2.5, 3e-07 ]' in text
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -154,8 +165,10 @@ def test_throughput_follows_from_the_steps_of_the_ranks():
     assert throughput.with_table(page, rows) == page
 
 
-def test_anchor_isolation_follows_from_the_steps():
-    rows = rows_of("anchor_isolation")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_anchor_isolation_follows_from_the_steps(layout):
+    rows = [row for row in rows_of("anchor_isolation") if row["layout"] == layout]
+    assert [row["anchor_state"] for row in rows] == list(STATES)
     period, calls, on_thread, correction = (
         {row["anchor_state"]: np.array(row[f"{what}_microseconds"]) for row in rows}
         for what in ("period", "calls", "calls_on_thread", "correction")
