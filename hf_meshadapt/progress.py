@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from tqdm.auto import tqdm
@@ -20,19 +21,25 @@ _POSTFIX = {
 def show_progress(trainer) -> None:
     """Puts the mesh's progress bar in the place of transformers', and news of the anchor beside whatever shows progress."""
     phase, status = (lambda: trainer.anchoring.phase()), (lambda: trainer.anchoring.status())
-    shown = {type(callback) for callback in trainer.callback_handler.callbacks}
-    if ProgressCallback in shown:
+    tells_news = trainer.args.anchor and _shows_lines(trainer)
+    if any(type(callback) is ProgressCallback for callback in trainer.callback_handler.callbacks):
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(MeshProgressCallback(status))
-    if trainer.args.anchor and shown & {ProgressCallback, PrinterCallback}:
+    if tells_news:
         trainer.add_callback(AnchorNews(phase, status))
 
 
 def tell(trainer, text: str) -> None:
-    """Writes a line to stdout, at rank 0 and above a progress bar, where anything shows progress."""
-    shown = {type(callback) for callback in trainer.callback_handler.callbacks}
-    if trainer.is_world_process_zero() and shown & {ProgressCallback, MeshProgressCallback, PrinterCallback}:
+    """Writes a line to stdout, at rank 0 and above a progress bar, where anything shows progress and `log_level` is no
+    higher than a warning."""
+    if trainer.is_world_process_zero() and _shows_lines(trainer):
         tqdm.write(text)
+
+
+def _shows_lines(trainer) -> bool:
+    shown = {type(callback) for callback in trainer.callback_handler.callbacks}
+    shows_progress = shown & {ProgressCallback, MeshProgressCallback, PrinterCallback}
+    return bool(shows_progress) and trainer.args.get_process_log_level() <= logging.WARNING
 
 
 class MeshProgressCallback(ProgressCallback):

@@ -6,7 +6,8 @@ from __future__ import annotations
 def mesh_report(logged: dict[str, float], plan) -> dict:
     """Joins what was measured (`Figures.logs`) with a byte plan; see `MeshAdaptMixin.mesh_report`."""
     axes = [axis for axis in ("pipeline", "tied", "data_parallel", "anchor", "control") if plan.axis_bytes(axis)]
-    measured = {axis: logged[f"bytes_per_token_{axis}"] for axis in axes if f"bytes_per_token_{axis}" in logged}
+    prefix = "bytes_per_token_"  # more axes than a plan has: what saving and the rest of the sockets sent
+    measured = {name.removeprefix(prefix): count for name, count in logged.items() if name.startswith(prefix)}
     if "bytes_per_token" in logged:
         measured["total"] = logged["bytes_per_token"]
     return {

@@ -22,8 +22,8 @@ that this page says what they say.
 `MeshAdaptArguments` has these fields beside all of `TrainingArguments`; so have `MeshAdaptSFTConfig` and
 `MeshAdaptDPOConfig`. [support.md](support.md) says which of Trainer's own fields a mesh refuses. On a command line they are
 options of a script that reads its arguments by `HfArgumentParser` or `TrlParser`: `--pipeline_stages 2`. A value that
-cannot work, or that would have no effect, is a `ValueError` when the arguments are made. A default of "-" is none: what
-it means is in the text.
+cannot work, or that would have no effect, is a `ValueError` when the arguments are made, and one that would have to be
+built first a `NotImplementedError`. A default of "-" is none: what it means is in the text.
 """
 # What each group is about, and its fields, which the page has in the order of the class.
 GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {

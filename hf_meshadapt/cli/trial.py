@@ -54,7 +54,7 @@ def run(args) -> int:
     from transformers.utils import logging as transformers_logging
 
     from ..trial.comparison import RentedMesh
-    from ..trial.data import hold_out, load_rows
+    from ..trial.data import draw_rows, hold_out, load_rows
     from ..trial.runs import run_all
 
     console = Console(highlight=False)
@@ -63,9 +63,10 @@ def run(args) -> int:
     # What is wrong with a file is said once, by `load_rows`.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     num_read = args.steps * args.batch_size * args.replicas
-    dataset = load_rows(args.data, args.data_config, args.split, num_read + args.held_out, args.seed)
-    rows = hold_out(dataset, args.held_out)
-    console.print(f"{len(rows[0])} rows to train on, {len(rows[1])} held out: {', '.join(dataset.column_names)}")
+    dataset = load_rows(args.data, args.data_config, args.split)
+    train, held_out = rows = hold_out(draw_rows(dataset, num_read + args.held_out, args.seed), args.held_out)
+    columns = ", ".join(dataset.column_names)
+    console.print(f"{len(train)} rows to train on and {len(held_out)} held out, of {len(dataset)} rows ({columns})")
     recipes = recipes_of(args)
     runs, microbatches = run_all(recipes, options_of(args, len(recipes)), rows, console.print)
     conclude(

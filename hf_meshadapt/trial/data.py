@@ -16,17 +16,14 @@ FORMS: tuple[tuple[str, ...], ...] = (("messages",), ("prompt", "completion"), (
 BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "parquet"}
 
 
-def load_rows(
-    source: str, config: str | None = None, split: str | None = None, num_rows: int | None = None, seed: int = 0
-) -> Dataset:
-    """The rows of one split, with the columns of one of `FORMS`.
+def load_rows(source: str, config: str | None = None, split: str | None = None) -> Dataset:
+    """The rows of one split, with the columns of one of `FORMS`; some may be empty.
 
     Args:
         source: a file (`BUILDERS` by its suffix), a folder of such files, or the name of a data set on the Hub. A text
             file gives a row for every line that is not empty.
         config: of a data set of the Hub.
         split: of a folder or of a data set of the Hub; None is `train`.
-        num_rows: at most so many, drawn by `seed`.
 
     Raises:
         ValueError: nothing there, no such split, an argument without effect, a file that is broken, or none of the forms.
@@ -47,10 +44,14 @@ def load_rows(
             f"--data={source}: {_cause(error)}. Look at the file, or leave out what is not data"
         ) from error
     form = form_of(dataset.column_names, source)
-    dataset = dataset.select_columns(list(form))
-    if num_rows is not None and len(dataset) > num_rows:
+    return dataset.select_columns(list(form))
+
+
+def draw_rows(dataset: Dataset, num_rows: int, seed: int) -> Dataset:
+    """At most so many rows, drawn by `seed`, less those that are empty: only what is drawn is looked at."""
+    if len(dataset) > num_rows:
         dataset = dataset.shuffle(seed).select(range(num_rows))
-    return dataset.filter(lambda row: all(row[name] for name in form))
+    return dataset.filter(lambda row: all(row.values()))
 
 
 def _of_file(path: Path, config: str | None, split: str | None) -> Dataset:

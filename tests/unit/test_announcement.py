@@ -37,15 +37,17 @@ def test_the_mesh_in_one_line(mesh, layers, boundary, line):
     assert mesh_line(mesh, layers, boundary) == line
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_a_run_says_what_it_is_before_it_trains_unless_nothing_shows_progress(shown, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("shown", "log_level"), [(True, "passive"), (True, "warning"), (True, "error"), (False, "passive")]
+)
+def test_a_run_says_what_it_is_before_it_trains_unless_told_to_be_silent(shown, log_level, tmp_path, capsys):
     options = dict(pipeline_stages=2, preset="anchored", calibration_tokens=64, max_steps=1, eval_strategy="no")
-    trainer = mesh_trainer(tiny_model("llama"), 4, str(tmp_path), 16, **options)
+    trainer = mesh_trainer(tiny_model("llama"), 4, str(tmp_path), 16, log_level=log_level, **options)
     if not shown:
         trainer.remove_callback(PrinterCallback)
     trainer.train()
     lines = [line for line in capsys.readouterr().out.splitlines() if "mesh:" in line or "calibrat" in line]
-    if not shown:
+    if not shown or log_level == "error":
         assert not lines
         return
     mesh, before, after = lines

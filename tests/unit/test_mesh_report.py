@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_meshadapt.reports import mesh_report
 from tests.equality import mesh_trainer, tiny_model
 
 ROWS, LENGTH = 4, 16
@@ -72,3 +73,11 @@ def test_a_roll_is_called_of_what_a_script_calls_and_not_of_what_training_does(t
     trainer.predict(trainer.eval_dataset)
     trainer.mesh_report()
     assert calls == ["evaluate()", "predict()", "mesh_report()"]
+
+
+def test_every_axis_that_sent_is_part_of_the_total(tmp_path):
+    plan = mesh_trainer(tiny_model("llama"), ROWS, str(tmp_path), pipeline_stages=2).engine.plan(ROWS, LENGTH, 1)
+    sent = {"pipeline": 7.0, "control": 2.0, "save": 0.5, "other": 0.25}
+    logs = {f"bytes_per_token_{axis}": count for axis, count in sent.items()}
+    report = mesh_report({"tokens_per_second": 1.0, "bytes_per_token": sum(sent.values()), **logs}, plan)
+    assert report["bytes_per_token"] == {**sent, "total": 9.75}

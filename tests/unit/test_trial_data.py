@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_meshadapt.cli.main import main
-from hf_meshadapt.trial.data import form_of, hold_out, load_rows
+from hf_meshadapt.trial.data import draw_rows, form_of, hold_out, load_rows
 from tests.sft import chats, completions, texts
 
 
@@ -21,12 +21,15 @@ def test_rows_of_a_file(data, form, tmp_path):
 
 def test_rows_of_text_files_are_their_lines(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    assert load_rows(str(tmp_path / "a.txt"))["text"] == load_rows(str(tmp_path))["text"] == ["one", "two"]
+    for path in (tmp_path / "a.txt", tmp_path):
+        assert draw_rows(load_rows(str(path)), 10, 0)["text"] == ["one", "two"]
 
 
 def test_no_more_rows_are_looked_at_than_can_be_read(tmp_path):
     texts(30, 1).to_json(tmp_path / "rows.jsonl")
-    rows, other = (load_rows(str(tmp_path / "rows.jsonl"), num_rows=8, seed=seed)["text"] for seed in (0, 1))
+    dataset = load_rows(str(tmp_path / "rows.jsonl"))
+    rows, other = (draw_rows(dataset, 8, seed)["text"] for seed in (0, 1))
+    assert len(dataset) == 30
     assert len(rows) == len(set(rows)) == 8 and set(rows) != set(other)
 
 
