@@ -10,6 +10,8 @@ from ..json_lines import read_json_lines, read_text
 from .options import add_command
 
 PRUNING_BATCHES = 16
+# Choices: cosine of anchor gradients that have a direction in common, and a change of a cosine that is worth a word.
+LASTING, NOTICED = 0.1, 0.02
 
 
 def add_commands(commands) -> None:
@@ -126,8 +128,26 @@ def describe(figures: dict) -> str:
     lines += [f"  {name:24}" + _three(values) for name, values in figures["matrices"].items()]
     lines += ["", "cosine of anchor gradients, by optimizer steps between them", ""]
     lines += [f"  {steps:<24}{value:8.3f}" for steps, value in figures["staleness"].items()]
-    lines += ["", *_cosine_lines(figures["boundaries"]), "", *_energy_lines(figures["boundaries"])]
+    lines += ["", *_cosine_lines(figures["boundaries"]), "", *_energy_lines(figures["boundaries"]), ""]
+    lines += verdict(figures)
     return "\n".join(lines + (["", *_pruning_lines(figures["pruning"])] if "pruning" in figures else []))
+
+
+def verdict(figures: dict) -> list[str]:
+    """What the figures say about an anchor, in sentences."""
+    steps, cosine = next(iter(figures["staleness"].items()))
+    meaning = (
+        "a prior tells little of the next steps. Anchors with more batches (anchor_batches) have less noise",
+        "a prior tells where the model has been going",
+    )[cosine >= LASTING]
+    lines = [f"Anchor gradients {steps} steps apart have a cosine of {cosine:.2f}: {meaning}."]
+    for kind, row in figures["boundaries"].items():
+        if kind != "uncoded":
+            before, after = row["cosine_to_uncoded"], row["corrected_cosine_to_uncoded"]
+            change = after - before
+            effect = "comes closer" if change > NOTICED else "is further away" if change < -NOTICED else "stays"
+            lines.append(f"{kind}: the corrected gradient {effect} ({before:.2f} to {after:.2f} of the uncoded one).")
+    return [*lines, "What that does to the loss, runs tell: compare them with correction_rule=anchor_only."]
 
 
 def _cosine_lines(boundaries: dict) -> Iterator[str]:

@@ -6,6 +6,15 @@ import os
 
 from .options import add_command
 
+# Of the memory plan: default and help.
+PLAN_OPTIONS = {
+    "--stages": (1, "pipeline stages"),
+    "--replicas": (1, "data-parallel replicas"),
+    "--batch-size": (8, "rows per replica and step"),
+    "--length": (1024, "padded tokens per row"),
+    "--optim": ("adamw_torch_fused", "as in the training arguments"),
+    "--dtype": ("bfloat16", "dtype of the weights"),
+}
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 
 
@@ -18,22 +27,18 @@ def add_commands(commands) -> None:
         "meshadapt env --model meta-llama/Llama-3.2-1B --stages 4 --replicas 2 --length 1024",
     )
     env.add_argument("--model", metavar="NAME", help="name or folder of a model: plan its memory; loads no weights")
-    env.add_argument("--stages", type=int, default=1, help="pipeline stages (default: %(default)s)")
-    env.add_argument("--replicas", type=int, default=1, help="data-parallel replicas (default: %(default)s)")
-    env.add_argument("--batch-size", type=int, default=8, help="rows per replica and step (default: %(default)s)")
-    env.add_argument("--length", type=int, default=1024, help="padded tokens per row (default: %(default)s)")
-    env.add_argument(
-        "--optim", default="adamw_torch_fused", help="as in the training arguments (default: %(default)s)"
-    )
-    env.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="bfloat16",
-        help="dtype of the weights (default: %(default)s)",
-    )
+    for option, (default, text) in PLAN_OPTIONS.items():
+        choices = ["float32", "bfloat16"] if option == "--dtype" else None
+        env.add_argument(option, type=type(default), choices=choices, help=f"{text} (default: {default})")
 
 
 def run(args) -> int:
+    for option, (default, _) in PLAN_OPTIONS.items():
+        name = option.removeprefix("--").replace("-", "_")
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif args.model is None:
+            raise ValueError(f"{option} has no effect without --model: it is of a model's memory. Name a model")
     rows = [*version_rows(), *device_rows(), *network_rows()]
     if args.model:
         rows += memory_rows(args)

@@ -1,11 +1,13 @@
 """The process that runs lm-eval: `python -m hf_meshadapt.evaluation.worker REQUEST.json RESULT.json`.
 
-It calls lm-eval as lm-eval's own command does, with one difference: where the folders of `include_path` have all tasks it
-does not read the thousands of task files that lm-eval carries, which takes long.
+It calls lm-eval as lm-eval's own command does, with two differences: where the folders of `include_path` have all tasks it
+does not read the thousands of task files that lm-eval carries, which takes long; and it looks at the tasks' names before it
+loads the model.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import sys
@@ -21,9 +23,15 @@ def run(request: dict) -> dict:
 
     Returns:
         lm-eval's own results.
+
+    Raises:
+        ValueError: a task that lm-eval does not know.
     """
     import torch
     from lm_eval import simple_evaluate
+
+    manager = make_task_manager(request["tasks"], request["include_path"])
+    refuse_unknown(request["tasks"], manager.all_tasks)
 
     model_args = {"pretrained": request["model"], "dtype": request["dtype"]}
     if request["peft"]:
@@ -38,7 +46,7 @@ def run(request: dict) -> dict:
         limit=request["limit"],
         apply_chat_template=request["chat_template"],
         log_samples=False,
-        task_manager=make_task_manager(request["tasks"], request["include_path"]),
+        task_manager=manager,
         confirm_run_unsafe_code=request["allow_code_execution"],
     )
 
@@ -50,6 +58,21 @@ def make_task_manager(tasks: list[str], folders: list[str]):
     if set(tasks) <= set(local.all_tasks):
         return local
     return TaskManager(include_path=folders, metadata={})
+
+
+def refuse_unknown(tasks: list[str], known: list[str]) -> None:
+    """
+    Args:
+        known: tasks, groups and tags.
+
+    Raises:
+        ValueError: of tasks that lm-eval would not find; names what comes near.
+    """
+    unknown = [task for task in tasks if task not in known and not Path(task).is_file()]
+    if unknown:
+        near = [name for task in unknown for name in difflib.get_close_matches(task, known)]
+        advice = f"Did you mean {', '.join(near)}?" if near else "`lm-eval ls tasks` lists them"
+        raise ValueError(f"tasks that lm-eval does not know: {', '.join(unknown)}. {advice}")
 
 
 def main(request_path: str, result_path: str) -> None:

@@ -65,6 +65,7 @@ def test_every_command_explains_itself_with_an_example(command, capsys):
         ("launch --config two_machines_2x1 --anchor 1 train.py", "it is for several machines"),
         ("launch --config cpu_2x1 --anchor 1 train.py --circuit fast", "--circuit with --anchor"),
         ("env --model . --stages 0", "pipeline_stages=0: must be at least 1"),
+        ("env --stages 1", "--stages has no effect without --model"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hf_meshadapt import diagnosing
-from hf_meshadapt.cli.diagnose import read_texts, token_rows
+from hf_meshadapt.cli.diagnose import read_texts, token_rows, verdict
 from hf_meshadapt.cli.main import main
 from hf_meshadapt.diagnosing import DiagnosisOptions, coded_gradient, diagnose, make_trainer
 from hf_meshadapt.diagnostics import (
@@ -204,3 +204,18 @@ def test_the_command_prints_and_draws(tmp_path, tokenizer, capsys):
     assert figures["pruning"]["MODEL"] == figures["pruning"]["twin"] and len(figures["pruning"]["twin"]) == 6
     assert (tmp_path / "out" / "diagnosis.png").read_bytes().startswith(b"\x89PNG")
     assert main([*words, "--stages", "1"]) == 2
+
+
+@pytest.mark.parametrize(
+    "cosine,corrected,words",
+    [
+        (0.5, 0.4, ["where the model has been going", "comes closer (0.10 to 0.40"]),
+        (-0.1, 0.11, ["little of the next steps", "stays (0.10 to 0.11"]),
+        (0.0, 0.0, ["little of the next steps", "is further away (0.10 to 0.00"]),
+    ],
+)
+def test_the_verdict_says_what_the_figures_do(cosine, corrected, words):
+    rows = {"cosine_to_uncoded": 0.1, "corrected_cosine_to_uncoded": corrected}
+    lines = verdict({"staleness": {5: cosine, 10: 0.9}, "boundaries": {"uncoded": {}, "top-k": rows}})
+    assert all(word in line for word, line in zip(words, lines)) and len(lines) == 3
+    assert lines[0].startswith(f"Anchor gradients 5 steps apart have a cosine of {cosine:.2f}")

@@ -19,6 +19,7 @@ from hf_meshadapt.evaluation.groups import DOMAINS, FOLDER_TASKS, LOCAL_TASKS, O
 from hf_meshadapt.evaluation.harness import EvaluationOptions, describe, evaluate, run_harness, summarise
 from hf_meshadapt.evaluation.local_tasks import DATA, SOURCES, gsm8k_heldout, mmlu_prompts, write_local_tasks
 from hf_meshadapt.evaluation.sandbox import passes
+from hf_meshadapt.evaluation.worker import refuse_unknown
 from hf_meshadapt.run_record import RECORD_NAME
 from tests.unit.test_card import RECORD
 
@@ -202,6 +203,16 @@ def test_a_missing_lm_eval_says_what_to_install(monkeypatch):
     for needs_it in (lambda: run_harness("x", EvaluationOptions(("sciq",))), lambda: EvalCallback(["sciq"])):
         with pytest.raises(ImportError, match="lm-eval: run pip install '..eval.' in a clone"):
             needs_it()
+
+
+def test_tasks_that_lm_eval_does_not_know_are_named_with_what_comes_near(tmp_path):
+    known = ["sciq", "gsm8k", "gsm8k_cot"]
+    (tmp_path / "mine.yaml").touch()
+    refuse_unknown(["sciq", str(tmp_path / "mine.yaml")], known)
+    with pytest.raises(ValueError, match="know: gsm8kk. Did you mean gsm8k, gsm8k_cot"):
+        refuse_unknown(["sciq", "gsm8kk"], known)
+    with pytest.raises(ValueError, match="know: zzz. `lm-eval ls tasks` lists them"):
+        refuse_unknown(["zzz"], known)
 
 
 def test_the_callback_evaluates_a_checkpoint_and_logs_it(model, monkeypatch):
