@@ -88,7 +88,7 @@ REMEDY = "give both circuits the same model and the same arguments of the bounda
 
 def _shapes(fit: Fit, boundary: BoundaryConfig, hidden_size: int, num_features: int) -> dict[str, tuple[int, ...]]:
     shapes = {"weights": (num_features, hidden_size), "explained": (), "sensitivity": (2,)}
-    if "felt" in fit:  # only where both kinds of tokens were seen
+    if "felt" in fit:  # not where nothing was felt
         shapes["felt"] = (2, num_features)
     for name in TRANSFORMS if boundary.fits_transforms else ():
         # Directions that were never seen are left out, so that their number is the fit's own.

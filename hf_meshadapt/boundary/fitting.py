@@ -25,7 +25,8 @@ class BoundaryFit:
         explained: share of the held-out energy around the channel mean that the token predictor explains.
         sensitivity: mean squared gradient of context tokens and of targets, relative to all.
         felt: (2, F) float32, features @ felt predicts the 1/4th power of a token's gradient norm, for context tokens and
-            for targets, relative to the mean over all; None where it was not fitted.
+            for targets, relative to the mean over all; None where it was not fitted. In plain text, where every token is
+            a target, the row of context tokens says that they are felt as the mean, or not at all.
     """
 
     weights: Tensor
@@ -110,9 +111,16 @@ def _sensitivity(moments: BoundaryMoments) -> tuple[float, float]:
 
 
 def _felt(moments: BoundaryMoments) -> Tensor | None:
-    counts = moments.energies[:, 0]
-    if moments.felt.shape[1] == 1 or not (counts.min() > 0 and moments.felt[:, -1].min() > 0):
+    """By kind: fitted; zeros where nothing was felt; the mean of all where the kind was not seen, for it may come yet."""
+    counts, sums = moments.energies[:, 0].double(), moments.felt.double()
+    if sums.shape[1] == 1 or not sums[:, -1].sum() > 0:
         return None
-    mean = moments.felt[:, -1].double().sum() / counts.double().sum()
-    fitted = [fit_ridge(f, y[:, None], FELT_RIDGE)[:, 0] for f, y in zip(moments.felt_features, moments.felt)]
-    return (torch.stack(fitted).double() / mean).float()
+    mean = sums[:, -1].sum() / counts.sum()
+    fitted = torch.zeros_like(sums)
+    for kind in range(2):
+        if sums[kind, -1] > 0:
+            weights = fit_ridge(moments.felt_features[kind], moments.felt[kind][:, None], FELT_RIDGE)
+            fitted[kind] = weights[:, 0].double() / mean
+        elif counts[kind] == 0:
+            fitted[kind, -1] = 1.0
+    return fitted.float()

@@ -46,12 +46,15 @@ def test_without_a_regression_context_and_targets_are_told_apart():
     assert offsets.tolist() == [UNITS, -UNITS, UNITS]
 
 
-def observed(gradients_of) -> BoundaryFit:
+ANSWERS, PLAIN_TEXT = [FIRST] + [TOKEN] * 9 + [TARGET] * 10, [FIRST] + [TARGET] * 19
+
+
+def observed(gradients_of, kinds: list[int] = ANSWERS) -> BoundaryFit:
     """A fit on batches whose gradients are `gradients_of(token_ids, kind)`, (B, T) norms."""
     torch.manual_seed(0)
     observer = Observer(HIDDEN, table(), "cpu")
     for _ in range(20):
-        ids, kind = torch.randint(VOCAB, (8, 20)), torch.tensor([FIRST] + [TOKEN] * 9 + [TARGET] * 10).expand(8, 20)
+        ids, kind = torch.randint(VOCAB, (8, 20)), torch.tensor(kinds).expand(8, 20)
         direction = torch.nn.functional.normalize(torch.randn(8, 20, HIDDEN), dim=2)
         passed = observer(torch.randn(8, 20, HIDDEN, requires_grad=True), ids, kind)
         passed.backward(direction * gradients_of(ids, kind)[..., None])
@@ -66,6 +69,25 @@ def test_tokens_with_larger_gradients_are_coded_finer():
     difference = offsets[~loud.numpy()].mean() - offsets[loud.numpy()].mean()
     # Four times the gradient is two octaves; less, since a linear function of four features tells the two sets apart.
     assert 0.3 * CAUTION * 2 * UNITS < difference < CAUTION * 2 * UNITS
+
+
+@pytest.mark.parametrize("last", [TARGET, TOKEN])
+def test_tokens_of_plain_text_are_told_apart_too(last):
+    """Its last token predicts nothing: context, where it is not taken for a target, and no gradient reaches it."""
+    loud = table()[:, 0] > 0
+    fit, features_of = observed(
+        lambda ids, kind: torch.where(kind == TARGET, torch.where(loud[ids], 4.0, 1.0), 0.0), PLAIN_TEXT[:-1] + [last]
+    )
+    ids, sensitivity = np.arange(VOCAB), TokenSensitivity(fit, features_of)
+    context, targets = (sensitivity.offsets(ids, np.full(VOCAB, kind)) for kind in (TOKEN, TARGET))
+    difference = targets[~loud.numpy()].mean() - targets[loud.numpy()].mean()
+    assert 0.3 * CAUTION * 2 * UNITS < difference < CAUTION * 2 * UNITS
+    assert (context == (0 if last == TARGET else round(4 * CAUTION * UNITS))).all()  # as the mean, or as coarse as can be
+
+
+def test_nothing_felt_is_nothing_fitted():
+    fit, _ = observed(lambda ids, kind: torch.zeros(ids.shape), PLAIN_TEXT)
+    assert fit.felt is None and fit.sensitivity == (1.0, 1.0)
 
 
 def test_targets_are_coded_finer_than_context_by_the_ratio_of_their_gradients():
