@@ -6,7 +6,8 @@ can be run in pieces: `python -m benchmarks.boundary_quality --stage headline --
 other results files, such as two copies of the repository write that run beside each other.
 
 Corpora: `gsm8k`, answers to problems; `gsm8k_twice`, 80 of the problems in two epochs, for codecs that remember samples;
-`kjv`, sequences of 64 tokens from the Bible (Debian's `bible-kjv`, whose program `bible` prints it).
+`gsm8k_linear`, as `gsm8k` with a learning rate that falls to zero, Trainer's default, where all others keep theirs; `kjv`,
+sequences of 64 tokens from the Bible (Debian's `bible-kjv`, whose program `bible` prints it).
 
 Gap closed is (loss before - loss) / (loss before - dense loss), against the dense runs of the same seeds.
 """
@@ -29,6 +30,7 @@ MODEL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
 STEPS, PROBLEMS, HELD_OUT, MAX_LENGTH = 40, 4, 48, 320
 KJV_LENGTH, KJV_TRAIN, KJV_HELD_OUT = 64, 2000, 128  # tokens, sequences
 NAME = "boundary_quality"
+SCHEDULES = {"gsm8k_linear": "linear"}  # of the learning rate, by corpus; others' is constant
 
 # Named configurations: trainer arguments beside the common ones.
 CONFIGURATIONS: dict[str, dict] = {
@@ -90,6 +92,11 @@ STUDY: dict[str, list[tuple[str, int, float, int, str]]] = {
     ],
     "deep": [
         (name, 8, 1e-4, seed, "gsm8k") for seed in (0, 1, 2) for name in ("quantize_4bit", "transform_5", "rotated_1bit")
+    ],
+    "decaying": [
+        *((name, 4, 1e-4, seed, "gsm8k_linear") for seed in (0, 1, 2) for name in ("dense", "transform_5")),
+        *(("transform_5", 8, 1e-4, seed, "gsm8k_linear") for seed in (0, 1, 2)),
+        *((name, 4, 1e-4, 0, "gsm8k_linear") for name in ("mask95_mean", "quantize_4bit")),
     ],
     "remembering": [
         (name, 4, 1e-4, seed, "gsm8k_twice")
@@ -157,12 +164,12 @@ def arguments(folder: str, name: str, stages: int, learning_rate: float, seed: i
     """Trainer arguments of a run: a configuration, if there is one of this name, and what comes on top."""
     from hf_meshadapt import MeshAdaptArguments
 
-    return MeshAdaptArguments(
+    common = dict(
         output_dir=folder, pipeline_stages=stages, per_device_train_batch_size=PROBLEMS, pipeline_microbatches=1,
         per_device_eval_batch_size=8, max_steps=steps, learning_rate=learning_rate, lr_scheduler_type="constant",
-        bf16=True, use_cpu=True, seed=seed, save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_steps=10, **(CONFIGURATIONS.get(name, {}) | extra),
+        bf16=True, use_cpu=True, seed=seed, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=10,
     )  # fmt: skip
+    return MeshAdaptArguments(**(common | CONFIGURATIONS.get(name, {}) | extra))
 
 
 def run(
@@ -178,6 +185,8 @@ def run(
 ) -> dict:
     """One training run; returns its raw row."""
     started = time.monotonic()
+    if corpus in SCHEDULES:
+        extra["lr_scheduler_type"] = SCHEDULES[corpus]
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, name, stages, learning_rate, seed, steps, **extra)
         trainer = make_trainer(args, data)

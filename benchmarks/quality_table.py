@@ -37,7 +37,12 @@ LABELS = {
     "mask90_mean": "random masks at 0.9, exact first token, channel means",
     "mask95_zero": "random masks at 0.95, zero fill (`preset=paper`, `anchor=False`)",
 }
-CORPORA = {"gsm8k": "GSM8K", "gsm8k_twice": "GSM8K, 80 problems twice", "kjv": "KJV"}
+CORPORA = {
+    "gsm8k": "GSM8K",
+    "gsm8k_linear": "GSM8K, linear decay",
+    "gsm8k_twice": "GSM8K, 80 problems twice",
+    "kjv": "KJV",
+}
 HEADLINE = (
     "dense", "transform_5_every_10", "transform_5", "transform_5_whole_bits", "quantize_4bit", "rotated_1bit", "topk_5",
     "subspace_5", "mask95_mean", "mask95_zero",

@@ -82,7 +82,9 @@ def test_tokens_of_plain_text_are_told_apart_too(last):
     context, targets = (sensitivity.offsets(ids, np.full(VOCAB, kind)) for kind in (TOKEN, TARGET))
     difference = targets[~loud.numpy()].mean() - targets[loud.numpy()].mean()
     assert 0.3 * CAUTION * 2 * UNITS < difference < CAUTION * 2 * UNITS
-    assert (context == (0 if last == TARGET else round(4 * CAUTION * UNITS))).all()  # as the mean, or as coarse as can be
+    assert (
+        context == (0 if last == TARGET else round(4 * CAUTION * UNITS))
+    ).all()  # as the mean, or as coarse as can be
 
 
 def test_nothing_felt_is_nothing_fitted():
