@@ -187,11 +187,11 @@ class Agreements:
         """Raises ValueError where the stages of this pipeline have read different batches.
 
         Args:
-            digests: number of positions and sum of token ids by stage, (stages, 2).
+            digests: sums of `batch_digest` by stage, (stages, 2).
         """
         if (digests != digests[0]).any():
             found = "; ".join(
-                f"stage {stage}: {positions:.0f} positions, token ids sum to {total:.0f}"
+                f"stage {stage}: {positions:.0f} positions, digest {total:.0f}"
                 for stage, (positions, total) in enumerate(digests.tolist())
             )
             raise ValueError(

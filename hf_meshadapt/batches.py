@@ -78,10 +78,11 @@ def _stream_loader(loader: DataLoader, replicas: int, replica: int) -> DataLoade
 
 @contextlib.contextmanager
 def drawn_alike(ranks: Agreements, *numbers: int) -> Iterator[None]:
-    """Within it, data sets and collators draw torch's random numbers (masked language modelling) from these numbers.
+    """Within it, data sets and collators draw random numbers (torch's, numpy's, Python's: masked language modelling,
+    augmentation) from these numbers.
 
-    The stages of a pipeline fetch the same batch each for itself, and dropout has left their generators in different
-    states. One stage keeps the process's generator, as Trainer does.
+    The stages of a pipeline fetch the same batch each for itself, and their generators are in different states: dropout
+    drew from them, or some ranks are new since the checkpoint. One stage keeps the process's, as Trainer does.
     """
     if ranks.mesh.num_chunks == 1:
         yield
@@ -89,8 +90,7 @@ def drawn_alike(ranks: Agreements, *numbers: int) -> Iterator[None]:
     seed = 0
     for number in (*numbers, ranks.topology.replica):
         seed = (seed * 1_000_003 + number) % 2**63
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with random_states_kept(seed):
         yield
 
 

@@ -21,7 +21,7 @@ def random_states_kept(seed: int = 0) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
-            np.random.seed(seed)
+            np.random.seed(seed % 2**32)
             yield
     finally:
         random.setstate(states[0])

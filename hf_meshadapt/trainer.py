@@ -63,7 +63,7 @@ class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
     Everything else is as for the Trainer class below.
     """
 
-    stands_in_for: type = Trainer  # whose compute_loss and prediction_step the stages' own forward replaces
+    stands_in_for: type = Trainer  # some of whose methods a mesh never calls
     rows_per_example: int = 1  # sequences that the collator makes of an example, and that stay in one microbatch
 
     def __init__(self, model=None, args: MeshAdaptArguments | None = None, *positional, peft_config=None, **kwargs):

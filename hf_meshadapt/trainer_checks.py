@@ -29,6 +29,11 @@ logger = logging.getLogger(__name__)
 BYPASSED_METHODS = {
     "compute_loss": "Pass compute_loss_func",
     "prediction_step": "Pass preprocess_logits_for_metrics and compute_metrics",
+    "compute_loss_context_manager": "Pass compute_loss_func",
+    "autocast_smart_context_manager": "Set bf16",
+    "_save": "Override save_model, or write further files in a callback's on_save",
+    "_save_optimizer_and_scheduler": "Write further files in a callback's on_save",
+    "_save_rng_state": "Write further files in a callback's on_save",
 }
 # Trainers of TRL that cannot stand over stages, by the name of their class.
 UNSUPPORTED_TRAINERS = {
@@ -51,7 +56,7 @@ def refuse_unsupported(trainer_class: type, trainer_arguments: dict, args: MeshA
         if base.__name__ in UNSUPPORTED_TRAINERS:
             raise NotImplementedError(f"{base.__name__} over a mesh: {UNSUPPORTED_TRAINERS[base.__name__]}")
     for name, remedy in BYPASSED_METHODS.items():
-        if getattr(trainer_class, name) is not getattr(trainer_class.stands_in_for, name):
+        if getattr(trainer_class, name, None) is not getattr(trainer_class.stands_in_for, name, None):
             raise NotImplementedError(
                 f"{trainer_class.__name__}.{name}: a mesh would not call it: the model runs in stages. {remedy}"
             )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_meshadapt.boundary.sequence_coder import FIRST, PADDING, TARGET, TOKEN
-from hf_meshadapt.pipeline.microbatch import largest_divisor, mask_rows, pad_rows, token_kinds
+from hf_meshadapt.pipeline.microbatch import batch_digest, largest_divisor, mask_rows, pad_rows, token_kinds
 
 NAMES = {PADDING: ".", TOKEN: "t", FIRST: "F", TARGET: "T"}
 
@@ -73,3 +73,13 @@ def test_rows_that_fill_a_batch_up_have_no_label():
 
 def test_largest_divisor():
     assert [largest_divisor(number, 4) for number in (1, 4, 6, 7, 8)] == [1, 4, 3, 1, 4]
+
+
+def test_digests_tell_equal_tokens_in_another_order_apart():
+    """As a data set makes that shuffles the answers of a question by a generator of its own."""
+    ids = torch.randint(150_000, (4, 32), generator=torch.Generator().manual_seed(0))
+    orders = [ids, ids.flip(0), ids.flip(1), ids.roll(1, dims=1), ids.T.reshape(4, 32), ids.view(8, 16)]
+    digests = [tuple(batch_digest({"input_ids": order}).tolist()) for order in orders]
+    assert len(set(digests[:5])) == 5 and digests[5] == digests[0]
+    oracle = sum(int(token) * (place * 2_654_435_761 % 2**31) % 2**31 for place, token in enumerate(ids.flatten(), 1))
+    assert digests[0] == (128, oracle % 2**31)

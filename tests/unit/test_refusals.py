@@ -17,11 +17,12 @@ from transformers import (
     MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    Trainer,
     TrainingArguments,
 )
 
 from hf_meshadapt import MeshAdaptArguments, MeshAdaptTrainer
-from hf_meshadapt.trainer_checks import _warn_of_emulation
+from hf_meshadapt.trainer_checks import BYPASSED_METHODS, _warn_of_emulation
 from tests.equality import Rows, collate_fixed, tiny_model
 
 
@@ -105,10 +106,11 @@ def test_a_loss_function_that_fails(build):
         build(compute_loss_func=lambda outputs, labels: outputs.logits.sum())
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "prediction_step"])
+@pytest.mark.parametrize("name", BYPASSED_METHODS)
 def test_methods_that_a_mesh_does_not_call(build, monkeypatch, name):
+    assert callable(getattr(Trainer, name))
     monkeypatch.setattr(MeshAdaptTrainer, name, lambda self, *args, **kwargs: None)
-    with pytest.raises(NotImplementedError, match=f"MeshAdaptTrainer.{name}: a mesh would not call it.*Pass"):
+    with pytest.raises(NotImplementedError, match=f"MeshAdaptTrainer.{name}: a mesh would not call it"):
         build()
 
 
