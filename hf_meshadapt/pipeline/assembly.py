@@ -97,10 +97,14 @@ class ModelParts:
         owned = [name for stage in self.stages.values() for name in stage.owned_names]
         self.adapter, self.adapter_names = adapter, stored_adapter_names(adapter, owned)
 
+    def named_owned(self) -> list[tuple[str, nn.Parameter]]:
+        """All parameters of this rank's chunks."""
+        names = [name for stage in self.stages.values() for name in stage.owned_names]
+        return [(name, self._parameter(name)) for name in names]
+
     def named_trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Everything that this rank's optimizer updates."""
-        names = [name for stage in self.stages.values() for name in stage.owned_names]
-        return [(name, parameter) for name in names if (parameter := self._parameter(name)).requires_grad]
+        return [(name, parameter) for name, parameter in self.named_owned() if parameter.requires_grad]
 
     def stored_trainable(self) -> list[tuple[str, nn.Parameter]]:
         """`named_trainable` under the names that a checkpoint has for them: both copies of a tied matrix have one."""

@@ -23,6 +23,7 @@ from .replicas import wrap_data_parallel
 from .schedule import Waiter, make_schedule
 from .shape_cache import ShapeCache
 from .torch_internals import forget_passes
+from .trainable import TrainableSet
 from .wire_stage import WireStage
 
 
@@ -52,6 +53,7 @@ class Runner(ABC):
     ):
         self.parts, self.mesh, self.boundary, self.device = parts, mesh, boundary, device
         self.synchronizer, self.rows_per_example = synchronizer, rows_per_example
+        self._trainable = TrainableSet(parts.named_owned())
         self.modules: dict[int, nn.Module] = {
             chunk: wrap_data_parallel(stage, data_parallel_group, synchronizer and synchronizer.hook(chunk))
             for chunk, stage in parts.stages.items()
@@ -71,7 +73,12 @@ class Runner(ABC):
 
         Returns:
             Summed token loss / num_items, averaged over this process's replicas; 0 where the last chunk is elsewhere.
+
+        Raises:
+            ValueError: parameters were frozen or thawed since there are replicas.
         """
+        if self.mesh.replicas > 1:
+            self._trainable.refuse_changes()
         self._set_mode(training=True)
         return self._train(batch, rows, keys, num_items, sync)
 

@@ -75,6 +75,7 @@ PURE = [
     "pipeline/microbatch.py",
     "pipeline/shape_cache.py",
     "pipeline/refusals.py",
+    "pipeline/trainable.py",
     "pipeline/tiny_clone.py",
     "hub_names.py",
     "hub_benchmarks.py",

@@ -114,6 +114,21 @@ def test_methods_that_a_mesh_does_not_call(build, monkeypatch, name):
         build()
 
 
+@pytest.mark.parametrize("what,trains", [("frozen", True), ("thawed", False)])
+def test_parameters_that_change_once_there_are_replicas(build, what, trains):
+    """Replicas would train apart, or wait for a gradient that never comes."""
+    for replicas in (1, 2):
+        model = tiny_model("llama")
+        model.model.layers[0].requires_grad_(trains)
+        trainer = build(model=model, args={"data_parallel_replicas": replicas, "preset": "dense"})
+        trainer.model.model.layers[0].requires_grad_(not trains)
+        if replicas == 1:
+            trainer.train()
+        else:
+            with pytest.raises(ValueError, match=f"model.layers.0.* and 1 more: {what} after the trainer was made"):
+                trainer.train()
+
+
 def masked_bert():
     config = BertConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
