@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .boundary.allocation import Curve, StepTime, allocate_budgets, budget_grid, distortion_curve
 from .boundary.fitting import BoundaryFit
+from .devices import finish_kernels
 from .metering import exchange_json
 from .probing import measure_links
 
@@ -57,8 +58,7 @@ class PassTimer:
         meter = self.engine.step_meter
         started, waited = time.monotonic(), meter.wait_seconds
         yield
-        if self.engine.device.type != "cpu":
-            torch.accelerator.synchronize()
+        finish_kernels(self.engine.device)
         self.seconds.append(time.monotonic() - started - (meter.wait_seconds - waited))
 
     def busy_seconds(self) -> float:

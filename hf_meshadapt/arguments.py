@@ -207,7 +207,7 @@ class MeshAdaptArguments(AnchorArguments, ArgumentChecks, TrainingArguments):
         default=None,
         metadata={
             "help": "What carries boundary traffic: `gloo` (TCP, packed tensors staged through pinned host memory; what "
-            "internet links and several ranks on one GPU need) or `nccl`. Default: gloo.",
+            "internet links and several ranks on one GPU need) or `nccl`, with which logs tell no bytes. Default: gloo.",
             "choices": ["gloo", "nccl"],
         },
     )

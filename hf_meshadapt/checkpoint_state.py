@@ -173,11 +173,11 @@ def _optimizer_stem(folder: Path, stage: int) -> Path:
 
 
 def capture_rng() -> dict:
-    """States of the python, numpy, torch CPU and (where there is one) current CUDA device's generators."""
+    """States of the python, numpy, torch CPU and (where one is in use) current CUDA device's generators."""
     state = {"python": random.getstate(), "torch": torch.random.get_rng_state()}
     algorithm, keys, *rest = np.random.get_state()
     state["numpy"] = (algorithm, keys.tolist(), *rest)
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a run on the CPU of a machine with GPUs shall not take memory on one
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+import torch.distributed as dist
+from accelerate import PartialState
 from torch.utils.data import RandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -39,6 +44,11 @@ class DataMixin:
 
     def _get_eval_sampler(self, eval_dataset):
         return self._over_replicas(super()._get_eval_sampler(eval_dataset))
+
+    def _prepare_dataset(self, *args, **kwargs):
+        """TRL's: rank 0 goes first, the others find what it cached."""
+        with self.engine.naming("the prepared data set from"), barriers_without_a_device():
+            return super()._prepare_dataset(*args, **kwargs)
 
     def _over_replicas(self, sampler):
         if isinstance(sampler, LengthGroupedSampler) and not self.engine.mesh.emulated:
@@ -83,3 +93,16 @@ class DataMixin:
         )
         # Trainer sums over all ranks, and the stages of a pipeline read the same tokens.
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
+
+
+@contextlib.contextmanager
+def barriers_without_a_device() -> Iterator[None]:
+    """Within it accelerate's barriers name no device: it takes a rank's place on its machine for one, and where ranks share
+    a GPU there is none of this number."""
+    state = PartialState()
+    if state.num_processes > 1:
+        state.wait_for_everyone = dist.barrier
+    try:
+        yield
+    finally:
+        vars(state).pop("wait_for_everyone", None)

@@ -93,11 +93,6 @@ class MeshAdaptDPOTrainer(MeshAdaptMixin, DPOTrainer):
     def _count_labels(self, labels: torch.Tensor) -> torch.Tensor:
         return is_pair(labels).sum()
 
-    def _prepare_dataset(self, *args, **kwargs):
-        # Rank 0 goes first, the others find what it cached.
-        with self.engine.naming("the prepared data set from"):
-            return super()._prepare_dataset(*args, **kwargs)
-
     def _precompute_ref_logps(self, dataset, name: str, batch_size: int):
         """The data set with the reference's log-probabilities; TRL asks for them before there are stages to run."""
         if not self._stages_built:

@@ -11,6 +11,7 @@ import torch
 
 from .calibration import calibrate
 from .config import BoundaryConfig, DataParallelConfig, MeshConfig
+from .devices import finish_kernels
 from .drift import DriftCheck
 from .fingerprints import Fingerprint, model_fingerprint
 from .ledger import Ledger
@@ -65,7 +66,7 @@ class MeshEngine(PipelineGradients):
         self.mesh, self.boundary, self.data_parallel = mesh, boundary, data_parallel or DataParallelConfig()
         self._anchored = anchored
         self.topology = MeshTopology(mesh.stages, mesh.replicas, rank)
-        self.ledger = Ledger()
+        self.ledger = Ledger(counts_bytes=mesh.wire_backend == "gloo")
         self.sockets, self.step_meter = self.ledger.sockets, self.ledger.step_meter
         self.waiter = Waiter(self._describe_stage, mesh.timeout_seconds, self.step_meter.add_wait)
         if not mesh.emulated:
@@ -207,7 +208,7 @@ class MeshEngine(PipelineGradients):
         seed, count = self.boundary.mask_seed, self.mesh.microbatches
         keys = [microbatch_keys(seed, step, accumulation, replica, count) for replica in self.local_replicas]
         # The data-parallel axis averages, the loss is normalised by all replicas' tokens.
-        divisor = num_items.to(self.device, torch.float32) / self.mesh.replicas
+        divisor = num_items.to(self.device, torch.float32, non_blocking=True) / self.mesh.replicas
         # Pipeline links name themselves; what is left is DDP's all-reduce, which fails within the backward pass.
         with self.naming("the other replicas' gradients from", self._replicas):
             loss = self.runner.train_batch(batch, rows, keys, divisor, sync)
@@ -224,6 +225,8 @@ class MeshEngine(PipelineGradients):
         self.drift.end_step(steps)
         if warning := self.sync_cost.end_step():
             logger.warning(warning)
+        # The optimizer's kernels are part of the step, and the next one begins by waiting for them.
+        finish_kernels(self.device)
         self.step_meter.end_step()
         self.waiter.step = steps
 

@@ -17,8 +17,8 @@ def squared_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     # Norms per tensor first, in the gradients' dtype, as torch's own clipping does.
-    norms = torch.stack(torch._foreach_norm(gradients)).double()
-    return norms.square().sum().cpu()
+    norms = torch.stack(torch._foreach_norm(gradients)).cpu().double()
+    return norms.square().sum()
 
 
 def clip_coefficient(norm: torch.Tensor | float, max_norm: float) -> float:

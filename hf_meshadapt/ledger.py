@@ -12,14 +12,19 @@ from .metering import SocketMeter
 class Ledger:
     """Owns the meters.
 
+    Args:
+        counts_bytes: sockets carry all that ranks send each other. NCCL uses none within a machine, and opens those to
+            others at any time: then no bytes are told, rather than too few.
+
     Attributes:
         sockets: bytes by axis and peer.
         step_meter: step and waiting times, tokens.
         run: figures of all ranks over the whole log intervals of the run so far.
     """
 
-    def __init__(self):
+    def __init__(self, counts_bytes: bool = True):
         self.sockets = SocketMeter()
+        self.sockets.available &= counts_bytes
         self.step_meter = StepMeter()
         self.run = Figures()
         self._kept_bytes: dict[str, int] = {}  # sent in training steps before something set apart

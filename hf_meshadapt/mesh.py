@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -65,6 +66,15 @@ class MeshTopology:
         return f"rank {where.rank} (stage {where.stage} of replica {where.replica})"
 
 
+def meet(group: dist.ProcessGroup) -> None:
+    """Makes a group's NCCL communicator, on this thread's GPU, while all of its members are here.
+
+    It would be made by the first exchange, and a pipeline's first is one of two stages: torch asks for all members
+    (`batch_isend_irecv`), and with three stages or more the others would not be there.
+    """
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+
 class MeshGroups:
     """Process groups of this rank, by axis.
 
@@ -101,6 +111,8 @@ class MeshGroups:
                     group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=backend)
                     if topology.rank in ranks:
                         mine = group
+                if mine is not None and backend == "nccl":
+                    meet(mine)
             return mine
 
         self.save = make("save", [list(range(topology.stages * topology.replicas))], "gloo")

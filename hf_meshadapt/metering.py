@@ -52,8 +52,8 @@ class SocketMeter:
         meter.resolve_peers()
         meter.read()  # {"pipeline": {1: 12000288}, "other": {0: 466}}
 
-    Gloo connects all members when a group is made. A backend that connects at first use (NCCL) needs that first use
-    inside the context too. Connections made outside every context (TCPStore, WORLD, the Hub) are axis `other`.
+    Gloo connects all members when a group is made. Connections made outside every context (TCPStore, WORLD, the Hub)
+    are axis `other`.
 
     Bytes count once, retransmissions apart (`retransmitted_bytes`); gloo's headers are in, TCP/IP headers (about 4%
     on ethernet) are not. Connections are found in /proc/self/fd. Where that or TCP_INFO is missing, `available` is

@@ -76,11 +76,6 @@ class MeshAdaptSFTTrainer(MeshAdaptMixin, SFTTrainer):
             refuse_packing(self.model, args)
             self.data_collator = PackedCollator(self.data_collator.pad_token_id, args.pad_to_multiple_of)
 
-    def _prepare_dataset(self, *args, **kwargs):
-        # Rank 0 goes first, the others find what it cached.
-        with self.engine.naming("the prepared data set from"):
-            return super()._prepare_dataset(*args, **kwargs)
-
     def get_batch_samples(self, epoch_iterator, num_batches: int, device):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._num_tokens += sum(count_tokens(batch) for batch in batches)

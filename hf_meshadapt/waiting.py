@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from .devices import like_this_thread
+
 CONNECT_RETRY_SECONDS = 0.2
 # Waits that have a deadline of their own should end first: they say more.
 GRACE_SECONDS = 3.0
@@ -114,6 +116,7 @@ def within(timeout_seconds: float, function: Callable[[], Result]) -> Result:
         DistStoreError: it took longer; the thread that runs it is left behind.
     """
     outcome: Future[Result] = Future()
+    function = like_this_thread(function)
 
     def run() -> None:
         try:

@@ -244,9 +244,12 @@ def mean_gradients(passes: Iterable[Tensors], num_passes: int) -> Tensors:
 
 def not_finite(gradients: Tensors) -> list[str]:
     """Names of gradients that are not finite throughout."""
-    return [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    finite = [gradient.isfinite().all() for gradient in gradients.values()]
+    # One copy to the host for all.
+    return [name for name, whole in zip(gradients, torch.stack(finite).tolist()) if not whole] if finite else []
 
 
 def norm(gradients: Tensors) -> float:
     """Norm over all gradients, whatever their order."""
-    return math.sqrt(math.fsum(float(gradient.norm()) ** 2 for gradient in gradients.values()))
+    norms = [gradient.norm() for gradient in gradients.values()]
+    return math.sqrt(math.fsum(norm**2 for norm in torch.stack(norms).tolist())) if norms else 0.0

@@ -13,8 +13,8 @@ Their theorem asks for an unbiased Q; the published code rounds to the nearest t
 
 Where we differ: a sample is known by its real token ids, so that equal sequences are one sample. The pipeline's
 buffers have one size, so a batch with an unseen sample travels uncoded as a whole, gradients too (the authors' warm-up
-epochs do the same). m is kept in bfloat16 (the published code: float16) in memory at each end, 2 x length x hidden bytes
-per sample; it is not saved with checkpoints, so that a resumed run sends every sample whole once more.
+epochs do the same). m is kept in bfloat16 (the published code: float16) in host memory at each end, 2 x length x hidden
+bytes per sample; it is not saved with checkpoints, so that a resumed run sends every sample whole once more.
 
 Error law: |a - m| after a visit is Q's for the difference a - m before it, see `quantize.py`; + 2**-8 |m|.
 """
@@ -53,7 +53,8 @@ class DeltaCoder(BoundaryCoder):
     def remember(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> None:
         """Takes hidden (B, T, H) for what both ends now have of these samples; steps 1 and 2."""
         for row, name in enumerate(sample_names(token_ids, kind)):
-            self.messages[name] = hidden[row, kind[row] != PADDING].detach().to(torch.bfloat16)
+            # On the host: a data set's worth of them would fill a GPU.
+            self.messages[name] = hidden[row, kind[row] != PADDING].detach().to(torch.bfloat16).cpu()
 
     def encode(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:
         """hidden (B, T, H) to uint8 (B, bytes); without error feedback KeyError for a sequence that was never seen."""
@@ -74,7 +75,7 @@ class DeltaCoder(BoundaryCoder):
             base = self.predict(token_ids, kind).clone()
         for row, name in enumerate(sample_names(token_ids, kind)):
             if name in self.messages or not self.config.error_feedback:
-                base[row, kind[row] != PADDING] = self.messages[name].float()
+                base[row, kind[row] != PADDING] = self.messages[name].to(base.device).float()
         return base
 
 

@@ -95,11 +95,11 @@ class RandomMaskCodec(Codec):
         if not self.config.exact_first_token:
             return kept.view(batch, -1)
         if starts is not None and bool((starts.sum(1) > 1).any()):
-            return torch.stack([self._with_several_starts(*row) for row in zip(kept, starts.to(device))])
+            return torch.stack([self._with_several_starts(*row) for row in zip(kept, starts)])
         if starts is None:
             starts = torch.zeros(batch, length, dtype=torch.bool, device=device)
         # A row that continues a sequence has no first token: its position 0 stands in.
-        first = starts.to(device).int().argmax(dim=1, keepdim=True)
+        first = starts.to(device, non_blocking=True).int().argmax(dim=1, keepdim=True)
         others = torch.arange(length - 1, device=device)
         others = others + (others >= first)
         sequences = torch.arange(batch, device=device).unsqueeze(1)
@@ -114,8 +114,10 @@ class RandomMaskCodec(Codec):
             exact = exact.new_zeros(1)
         coded = torch.ones_like(starts)
         coded[exact] = False
+        # Starts are best on the host, where places are found without a wait for the device.
+        exact, others = (places.to(kept.device, non_blocking=True) for places in (exact, coded.nonzero().squeeze(1)))
         # In turns over the tokens: cutting the last turns off takes as much from each.
-        turns = kept[coded].T.flatten()[: num_values - len(exact) * self.hidden_size]
+        turns = kept.index_select(0, others).T.flatten()[: num_values - len(exact) * self.hidden_size]
         whole = exact.unsqueeze(1) * self.hidden_size + torch.arange(self.hidden_size, device=kept.device)
         return torch.cat([turns, whole.flatten()])
 

@@ -62,8 +62,10 @@ class BoundaryCoder:
     def predict(self, token_ids: Tensor, kind: Tensor | None) -> Tensor:
         """What both ends expect at the boundary: (B, T, H) float32."""
         if len(self.fit.weights) == 1:  # the channel mean
-            return self.fit.weights.to(token_ids.device).expand(*token_ids.shape, -1)
-        starts = None if kind is None else kind == FIRST
+            # Codecs without a calibration are made before the model is on its device.
+            self.fit.weights = self.fit.weights.to(token_ids.device)
+            return self.fit.weights.expand(*token_ids.shape, -1)
+        starts = None if kind is None else (kind == FIRST).to(token_ids.device, non_blocking=True)
         return (token_features(self.table, token_ids, starts, self.dtype) @ self.weights).float()
 
     def encode(self, hidden: Tensor, token_ids: Tensor, kind: Tensor) -> Tensor:

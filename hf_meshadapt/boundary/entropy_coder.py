@@ -112,11 +112,11 @@ class EntropySequenceCoder:
         self.sequence_bytes, self.exact_first = sequence_bytes, exact_first
         self.scales = in_units(tables.variances.cpu().double().clamp(min=2.0**-100).sqrt().numpy())
         # The gain is judged by standard deviations: the components that carry most tell most about it.
-        deviations = tables.variances.clamp(min=1e-30).sqrt()
+        deviations = tables.variances.cpu().clamp(min=1e-30).sqrt()
         share = deviations.cumsum(0) / deviations.sum()
         self.num_leading = min(len(share), int((share < LEADING_SHARE).sum()) + 1)
         leading = deviations[: self.num_leading]
-        self.weights = 1.0 / (leading * leading.sum())
+        self.weights = (1.0 / (leading * leading.sum())).to(tables.variances.device)
         self.expected = expected_bits(self.scales)
         self.expected_leading = expected_bits(self.scales[: self.num_leading])
 

@@ -48,6 +48,7 @@ class QuantizeCodec:
             raise ValueError(f"bits={bits} must lie in 1..8")
         self.hidden_size, self.bits = hidden_size, bits
         self.rotation = Rotation(hidden_size) if rotated else None
+        self._layouts: dict[tuple[int, torch.device], tuple[Groups, Tensor, Tensor]] = {}  # by bits of a token
         self._offset = 0.5 if rotated else 0.0  # of the levels from whole steps
 
     def natural_bytes(self, hidden_size: int) -> int:
@@ -57,6 +58,11 @@ class QuantizeCodec:
     def layout(self, bytes_per_token: int, device: torch.device) -> tuple[Groups, Tensor, Tensor]:
         """Bit groups, steps over the scale (coded,) and levels (coded,) of a budget; entries past them are zero."""
         total_bits = min(self.bits * self.hidden_size, 8 * max(0, bytes_per_token - SCALE_BYTES))
+        if (total_bits, device) not in self._layouts:
+            self._layouts[total_bits, device] = self._make_layout(total_bits, device)
+        return self._layouts[total_bits, device]
+
+    def _make_layout(self, total_bits: int, device: torch.device) -> tuple[Groups, Tensor, Tensor]:
         low, num_high = divmod(total_bits, self.hidden_size)
         groups = ((low + 1, num_high), (low, self.hidden_size - num_high))
         groups = tuple((bits, count) for bits, count in groups if bits and count)

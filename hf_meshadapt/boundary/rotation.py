@@ -36,8 +36,13 @@ def walsh_hadamard(values: Tensor) -> Tensor:
     # As products with two small matrices, W_(ab) = W_a ⊗ W_b: faster than sums and differences of pairs.
     right = 1 << (size.bit_length() // 2)
     left = size // right
-    blocks = values.reshape(*values.shape[:-1], left, right) @ hadamard(right).to(values)
-    return (hadamard(left).to(values) @ blocks).reshape(values.shape)
+    blocks = values.reshape(*values.shape[:-1], left, right) @ _hadamard_on(values.device, values.dtype, right)
+    return (_hadamard_on(values.device, values.dtype, left) @ blocks).reshape(values.shape)
+
+
+@functools.cache
+def _hadamard_on(device: torch.device, dtype: torch.dtype, size: int) -> Tensor:
+    return hadamard(size).to(device, dtype)
 
 
 @functools.cache

@@ -67,7 +67,7 @@ class SequenceCoder:
             uint8 (B, sequence_bytes(T)).
         """
         packed = hidden.new_zeros(len(hidden), self.sequence_bytes(hidden.shape[1]), dtype=torch.uint8)
-        for row, (exact, classes) in enumerate(self._layouts(kind)):
+        for row, (exact, classes) in enumerate(self._layouts(kind, hidden.device)):
             pieces = [hidden[row, exact].to(torch.bfloat16).view(torch.uint8).flatten()]
             for coded, token_bytes in classes:
                 tokens = hidden[row, coded] if base is None else hidden[row, coded] - base[row, coded]
@@ -81,7 +81,7 @@ class SequenceCoder:
         if base is None:
             base = torch.zeros(*kind.shape, self.hidden_size, device=packed.device)
         hidden = base.clone()
-        for row, (exact, classes) in enumerate(self._layouts(kind)):
+        for row, (exact, classes) in enumerate(self._layouts(kind, packed.device)):
             start = len(exact) * self.hidden_size * 2
             whole = read_bfloat16(packed[row : row + 1], 0, len(exact) * self.hidden_size)
             hidden[row, exact] = whole.view(len(exact), self.hidden_size)
@@ -91,21 +91,20 @@ class SequenceCoder:
                 start = stop
         return hidden
 
-    def _layouts(self, kind: Tensor) -> list[tuple[Tensor, list[tuple[Tensor, int]]]]:
+    def _layouts(self, kind: Tensor, device: torch.device) -> list[tuple[Tensor, list[tuple[Tensor, int]]]]:
         """By sequence: positions that travel whole, and those coded with the bytes of each, class by class."""
         whole_bytes, total = self.hidden_size * 2, self.sequence_bytes(kind.shape[1])
         layouts = []
+
+        def there(places: np.ndarray) -> Tensor:
+            return torch.from_numpy(places).to(device, non_blocking=True)
+
         for row in kind.cpu().numpy():
             exact, coded, left = split_tokens(row, total, whole_bytes, self.exact_first)
             is_target = row[coded] == TARGET
-            classes = [torch.from_numpy(coded[members]).to(kind.device) for members in (~is_target, is_target)]
+            classes = [there(coded[members]) for members in (~is_target, is_target)]
             token_bytes = self._divide(left, *map(len, classes))
-            layouts.append(
-                (
-                    torch.from_numpy(exact).to(kind.device),
-                    [(p, b) for p, b in zip(classes, token_bytes) if len(p) and b],
-                )
-            )
+            layouts.append((there(exact), [(p, b) for p, b in zip(classes, token_bytes) if len(p) and b]))
         return layouts
 
     def _divide(self, total_bytes: int, num_context: int, num_targets: int) -> tuple[int, int]:

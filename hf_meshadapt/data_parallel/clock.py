@@ -6,6 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
+from ..devices import finish_kernels
+
 # Smaller messages tell of latency, not of a link's rate.
 LEAST_TIMED_BYTES = 32 * 1024
 
@@ -36,8 +40,9 @@ class SyncClock:
         return self.sync_seconds - self.exchange_seconds
 
     @contextmanager
-    def synchronising(self) -> Iterator[None]:
-        """Around one aggregation."""
+    def synchronising(self, device: torch.device | str = "cpu") -> Iterator[None]:
+        """Around one aggregation, on a device that may not have ended the backward pass before it."""
+        finish_kernels(device)
         started = self._clock()
         yield
         self.sync_seconds += self._clock() - started

@@ -166,8 +166,8 @@ class DiLoCo(GradientSynchronizer):
         return partial(self._average, fragment, gradients)
 
     def _average(self, fragment: int, gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        averages = {}
-        with self.exchange.clock.synchronising():
+        averages, device = {}, next((tensor.device for tensor in self.outer.values()), "cpu")
+        with self.exchange.clock.synchronising(device):
             for wire in self.wires[fragment]:
                 parts = [{name: mine[name] for name in wire.shapes} for mine in gradients]
                 averages |= wire.aggregate(parts, self.exchange)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices import finish_kernels, like_this_thread
 from .clock import SyncClock
 from .pacing import chunks
 
@@ -85,21 +86,22 @@ class OverGroup(Exchange):
 
     def sum(self, messages):
         (message,) = messages
-        _finish_kernels(message)
+        # gloo waits for kernels that have not ended, and would be charged with their time.
+        finish_kernels(message.device)
         with self.clock.exchanging(message.nbytes * 2 * (self.num_replicas - 1) / self.num_replicas):
             for piece in self._pieces(message):
                 dist.all_reduce(piece, group=self.group)
-            _finish_kernels(message)
+            finish_kernels(message.device)
         return message
 
     def gather(self, messages):
         (message,) = messages
         gathered = [torch.empty_like(message) for _ in range(self.num_replicas)]
-        _finish_kernels(message)
+        finish_kernels(message.device)
         with self.clock.exchanging(message.nbytes * (self.num_replicas - 1)):
             for piece, *places in zip(self._pieces(message), *map(self._pieces, gathered)):
                 dist.all_gather(places, piece, group=self.group)
-            _finish_kernels(message)
+            finish_kernels(message.device)
         return gathered
 
     def _pieces(self, message: Tensor) -> Iterable[Tensor]:
@@ -107,10 +109,9 @@ class OverGroup(Exchange):
 
     def launch(self, function):
         outcome: Future[Result] = Future()
-        num_threads = torch.get_num_threads()
+        function = like_this_thread(function)
 
         def run() -> None:
-            torch.set_num_threads(num_threads)  # a new thread has the machine's number, and sums in other orders
             try:
                 with torch.no_grad():
                     outcome.set_result(function())
@@ -125,9 +126,3 @@ class OverGroup(Exchange):
 
         threading.Thread(target=run, daemon=True).start()  # a daemon does not keep the process from ending
         return wait
-
-
-def _finish_kernels(message: Tensor) -> None:
-    """Kernels run on while Python goes on; gloo waits for them, and would be charged with their time."""
-    if message.is_cuda:
-        torch.cuda.current_stream(message.device).synchronize()

@@ -66,8 +66,9 @@ class PowerSGDSynchronizer(GradientSynchronizer):
         ).on_bucket
 
     def _aggregate(self, chunk: int, gradients: list[Gradients]) -> dict[str, Tensor]:
-        with self.exchange.clock.synchronising():
-            return self._aggregators[chunk].aggregate(gradients, self.exchange)
+        aggregator = self._aggregators[chunk]
+        with self.exchange.clock.synchronising(aggregator.device):
+            return aggregator.aggregate(gradients, self.exchange)
 
     def average(self, chunk: int, gradients: list[Gradients]) -> Gradients:
         parameters, averages = self.chunks[chunk].parameters, self._aggregate(chunk, gradients)

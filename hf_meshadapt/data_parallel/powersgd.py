@@ -68,6 +68,8 @@ class PowerSGD:
         device: torch.device | str = "cpu",
     ):
         self.shapes, self.matrix_rank, self.dtype, self.device = shapes, matrix_rank, dtype, device
+        # torch loads CUDA's solvers at the first call, which two threads must not make at once (pytorch issue 90613).
+        orthogonalise(torch.ones(1, 1, 1, device=device))
         self.dense = [name for name, shape in shapes.items() if not is_compressed(shape, matrix_rank)]
         # Matrices of one shape are multiplied and orthogonalised together.
         self.groups: dict[tuple[int, int], list[str]] = {}

@@ -83,7 +83,7 @@ def batch_digest(batch: Batch) -> torch.Tensor:
     tokens = batch["input_ids"].flatten()
     places = torch.arange(1, len(tokens) + 1, device=tokens.device)
     mixed = (tokens * (places * DIGEST_FACTOR % DIGEST_RANGE) % DIGEST_RANGE).sum() % DIGEST_RANGE
-    return torch.stack([mixed.new_tensor(len(tokens)), mixed])
+    return torch.stack([mixed.new_full((), len(tokens)), mixed])
 
 
 def largest_divisor(number: int, most: int) -> int:

@@ -148,7 +148,7 @@ class Runner(ABC):
         """aq_sgd: the batch of a replica has samples that were never seen, and travels whole."""
         if self.boundary.codec != "aq_sgd":
             return False
-        return mark_first_visit(self.parts.stages.values(), batch["input_ids"], token_kinds(batch))
+        return mark_first_visit(self.parts.stages.values(), batch["input_ids"], token_kinds(batch).cpu())
 
     def _num_uncoded(self, rows: int) -> int:
         """Microbatches of a pass that need not have as many as a training step."""
@@ -158,7 +158,8 @@ class Runner(ABC):
         """Tensors that every chunk gets, beside what arrives at it."""
         inputs = {name: value for name, value in batch.items() if name != "input_ids"}
         if self.boundary.coded:
-            inputs |= {"token_ids": batch["input_ids"], "kind": token_kinds(batch)}
+            # What a boundary lays out follows from the kinds: it looks at them on the host, and would wait there each time.
+            inputs |= {"token_ids": batch["input_ids"], "kind": token_kinds(batch).cpu()}
         return inputs
 
     @property

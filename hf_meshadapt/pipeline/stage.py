@@ -128,7 +128,7 @@ class StageModule(nn.Module):
             arriving: token ids (B, T) on the first chunk, else what `BoundarySend` of the chunk before returned.
             key: microbatch key of the masks, int64 on the CPU, one element.
             token_ids: (B, T), read by boundaries that predict.
-            kind: (B, T), what every position is, read by boundaries.
+            kind: (B, T), what every position is, read by boundaries; best on the CPU.
             labels: (B, T), read by the last chunk only.
             num_items: what the summed loss is divided by, one element.
             model_inputs: attention_mask and other tensors with a batch dimension; loss inputs.
@@ -244,7 +244,8 @@ class StageModule(nn.Module):
         """
 
         def run(inputs: dict) -> torch.Tensor:
-            output = self.model(**inputs, use_cache=False)
+            with self.autocast():  # flash attention takes no float32
+                output = self.model(**inputs, use_cache=False)
             return output.logits if self.is_last else self._exit.outgoing
 
         return self._probe(run)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
@@ -13,7 +16,8 @@ class WireStage(PipelineStage):
 
     Three differences from torch's:
     - with `host_wire`, receive buffers and sent tensors live in (pinned) host memory, since gloo moves host memory
-      only, while computation stays on the stage's device. On the CPU both are the same memory.
+      only, while computation stays on the stage's device. On the CPU both are the same memory. Copies are waited for:
+      whoever is handed a buffer may read it at once.
     - `sync_gradients` gates the data-parallel reduction. torch prepares DDP's reducer on the last microbatch of every
       schedule step, no_sync or not, so that without the gate each gradient-accumulation step would communicate.
     - only the first tensor between two stages travels forward. A second one is a carrier (see boundary/coder.py): the
@@ -25,17 +29,40 @@ class WireStage(PipelineStage):
         self.host_wire = host_wire
         self.sync_gradients = True
 
+    @property
+    def _stages_through_host(self) -> bool:
+        return self.host_wire and torch.device(self.device).type != "cpu"
+
+    @contextlib.contextmanager
+    def _voting_on_the_host(self) -> Iterator[None]:
+        """Within it torch's start-up messages, which it makes on the stage's device, are made where the wire takes them."""
+        device = self.device
+        if self.host_wire:
+            self.device = torch.device("cpu")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _warmup_forward_vote(self, *args, **kwargs) -> torch.Tensor:
+        with self._voting_on_the_host():
+            return super()._warmup_forward_vote(*args, **kwargs)
+
+    def _warmup_backward_result(self, *args, **kwargs) -> torch.Tensor:
+        with self._voting_on_the_host():
+            return super()._warmup_backward_result(*args, **kwargs)
+
     def _host_buffers(self, infos: tuple[RecvInfo, ...]) -> tuple[RecvInfo, ...]:
-        if self.host_wire and torch.device(self.device).type != "cpu":
+        if self._stages_through_host:
             for info in infos:
                 if info.buffer is not None:
-                    info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, pin_memory=True)
+                    info.buffer = pinned_like(info.buffer)
         return infos
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
         for infos in self.args_recv_info.values():
-            self._host_buffers(infos)
+            self._host_buffers(infos[:1])  # a carrier stays on the device: it is not received
 
     def _create_grad_recv_info(self, act_send_info: dict) -> tuple[RecvInfo, ...]:
         return self._host_buffers(super()._create_grad_recv_info(act_send_info))
@@ -53,8 +80,8 @@ class WireStage(PipelineStage):
     def _to_host(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
             op.tensor = op.tensor.contiguous()
-            if self.host_wire and op.tensor.device.type != "cpu":
-                op.tensor = op.tensor.cpu()
+            if self._stages_through_host:
+                op.tensor = pinned_like(op.tensor).copy_(op.tensor)
         return ops
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -73,3 +100,8 @@ class WireStage(PipelineStage):
             full_backward=full_backward,
             last_backward=last_backward and self.sync_gradients,
         )
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor in host memory that a GPU copies from and to directly; torch keeps such memory for the next one."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

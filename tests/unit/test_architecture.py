@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "hf_meshadapt"
 PURE = [
     "config.py",
+    "devices.py",
     "planner.py",
     "model_shape.py",
     "link_bytes.py",
@@ -106,7 +107,7 @@ PURE = [
 HEAVY = ("torch.distributed", "accelerate", "transformers")
 # A module may import its own layer and those before it.
 LAYERS = [
-    {"config", "mesh", "random_states", "extras", "json_lines"},
+    {"config", "devices", "mesh", "random_states", "extras", "json_lines"},
     {
         "presets",
         "planner",

@@ -32,6 +32,14 @@ def test_stage_syncs_only_on_the_last_backward():
     assert "if last_backward:" in source and "prepare_for_backward" in source
 
 
+def test_a_stage_votes_at_start_up_on_its_device():
+    """WireStage changes the device meanwhile, since gloo sends host memory only."""
+    base = torch_internals.PipelineStage
+    for method in (base._warmup_forward_vote, base._warmup_backward_result):
+        source = inspect.getsource(method)
+        assert "device=self.device" in source and "dist.recv(" in source and "dist.send(" in source
+
+
 def test_a_stage_can_be_told_to_forget():
     base = torch_internals.PipelineStage
     assert parameters(base.clear_runtime_states) == ["self"]
