@@ -149,6 +149,7 @@ class ArgumentChecks(SyncArguments):
                 "Set pipeline_schedule=interleaved, or leave it at 1",
             )
         self._resolve_replicas()
+        self._check_checkpointing()
         self._resolve_sync()
         self._resolve_microbatches()
         self.layers_per_chunk()
@@ -157,6 +158,17 @@ class ArgumentChecks(SyncArguments):
             raise NotImplementedError(
                 f"{what}: a sample may come to another replica, which has not seen it. Use one replica"
             )
+
+    def _check_checkpointing(self) -> None:
+        for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # the latter is its old name
+            options = getattr(self, name)
+            if isinstance(options, str) and options.startswith("{"):  # of a command line
+                options = json.loads(options)
+            if self.data_parallel_replicas > 1 and isinstance(options, dict) and options.get("use_reentrant"):
+                raise user_error(
+                    name, options, "replicas average a gradient once a pass, and a reentrant pass brings it twice",
+                    "Set use_reentrant to False",
+                )  # fmt: skip
 
     def _resolve_replicas(self) -> None:
         world, stages, replicas = self.launched_ranks, self.pipeline_stages, self.data_parallel_replicas

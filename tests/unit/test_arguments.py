@@ -58,6 +58,11 @@ REFUSED = [
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0", "Use 1"),
     ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0", "Use 1"),
     ({"data_parallel_replicas": 0}, "data_parallel_replicas=0", "Leave it unset"),
+    (
+        {**REPLICAS, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "gradient_checkpointing_kwargs={'use_reentrant': True}",
+        "Set use_reentrant to False",
+    ),
     ({"pipeline_microbatches": 0}, "pipeline_microbatches=0", "Leave it unset"),
     ({"pipeline_microbatches": 3}, "pipeline_microbatches=3", "Change one of them"),
     ({**INTERLEAVED, "pipeline_chunks_per_rank": 1}, "pipeline_schedule='interleaved'", "Set both to 2"),
