@@ -25,6 +25,7 @@ from .arguments import MeshAdaptArguments
 from .batches import refuse_unlabelled, tensors_of
 from .calibration_batches import calibration_batches
 from .checkpoint_folder import asked_checkpoint
+from .control import agree_on_control
 from .data_trainer import DataMixin
 from .engine import MeshEngine
 from .evaluation_trainer import EvaluationMixin
@@ -211,6 +212,7 @@ class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
         return self.optimizer
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        agree_on_control(self)
         self._finish_if_stopping()  # the last evaluation is of all that was learnt
         super()._maybe_log_save_evaluate(*args, **kwargs)
 

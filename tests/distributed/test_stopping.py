@@ -3,12 +3,14 @@ steps without labels, which all of them take."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from transformers import TrainerCallback
 
 from tests.equality import VOCAB, Rows, mesh_trainer, tiny_model
 from tests.launch import run_ranks
@@ -64,6 +66,38 @@ def losses(trainer) -> dict:
         "loss": [log["loss"] for log in trainer.state.log_history if "loss" in log],
         "weights": {name: state[name].clone() for name in trainer.engine.parts.saved_names()},
     }
+
+
+class OnOneRank(TrainerCallback):
+    """Decides by what only one rank sees."""
+
+    def __init__(self, rank: int, flags: dict[int, str]):
+        self.rank, self.flags = rank, flags
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.rank == 1 and state.global_step in self.flags:
+            setattr(control, self.flags[state.global_step], True)
+
+
+def decide_on_one_rank(rank: int, stages: int, folder: Path) -> tuple:
+    """Rank 1 wants to evaluate, to save, to log and to stop: what the run has done."""
+    options = {"logging_steps": 100, "save_strategy": "no"}
+    trainer = trainer_of(stages, folder, "one rank", **options)
+    trainer.args.max_steps = 8
+    flags = {1: "should_evaluate", 2: "should_save", 3: "should_log", 4: "should_training_stop"}
+    trainer.add_callback(OnOneRank(rank, flags))
+    trainer.train()
+    logs = [(log["step"], next(name for name in log if name.endswith("loss"))) for log in trainer.state.log_history]
+    return trainer.state.global_step, logs, sorted(path.name for path in Path(trainer.args.output_dir).iterdir())
+
+
+@pytest.mark.parametrize("stages,ranks", [(2, 2), (1, 2)])
+def test_what_a_callback_wants_on_one_rank_all_ranks_do(stages, ranks, tmp_path):
+    function = functools.partial(decide_on_one_rank, stages=stages, folder=tmp_path / "runs")
+    first, second = run_ranks(function, ranks, tmp_path / "ranks")
+    assert first == second
+    assert first[0] == 4 and first[1] == [(1, "eval_loss"), (3, "loss"), (4, "train_loss")]
+    assert first[2] == ["checkpoint-2"]
 
 
 def stop(rank: int, stages: int, replicas: int, folder: Path) -> dict:

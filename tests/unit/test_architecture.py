@@ -161,6 +161,7 @@ LAYERS = [
     {
         "evaluation_loop",
         "calibration_batches",
+        "control",
         "given_optimizer",
         "trainer_checks",
         "sft_checks",
