@@ -25,7 +25,7 @@ from .arguments import MeshAdaptArguments
 from .batches import refuse_unlabelled, tensors_of
 from .calibration_batches import calibration_batches
 from .checkpoint_folder import asked_checkpoint
-from .control import agree_on_control
+from .control import ControlAgreement
 from .data_trainer import DataMixin
 from .engine import MeshEngine
 from .evaluation_trainer import EvaluationMixin
@@ -145,6 +145,7 @@ class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
         in_turn = self.engine.replication.local.step_in_turn
         self._undo_step_hook = in_turn(self.optimizer.optimizer, self._end_step, around=self.anchoring.one_step)
         self._accumulation = 0
+        self._control_agreement = ControlAgreement(self)
         line = mesh_line(self.engine.mesh, mesh_checkpoint.layers_of(self.engine), self.engine.boundary)
         if line is not None:
             tell(self, line)
@@ -212,7 +213,7 @@ class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
         return self.optimizer
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
-        agree_on_control(self)
+        self._control_agreement.agree()
         self._finish_if_stopping()  # the last evaluation is of all that was learnt
         super()._maybe_log_save_evaluate(*args, **kwargs)
 

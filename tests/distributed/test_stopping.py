@@ -85,7 +85,8 @@ def decide_on_one_rank(rank: int, stages: int, folder: Path) -> tuple:
     trainer = trainer_of(stages, folder, "one rank", **options)
     trainer.args.max_steps = 8
     flags = {1: "should_evaluate", 2: "should_save", 3: "should_log", 4: "should_training_stop"}
-    trainer.add_callback(OnOneRank(rank, flags))
+    if rank == 1 or stages == 1:  # it may even be there on one rank only
+        trainer.add_callback(OnOneRank(rank, flags))
     trainer.train()
     logs = [(log["step"], next(name for name in log if name.endswith("loss"))) for log in trainer.state.log_history]
     return trainer.state.global_step, logs, sorted(path.name for path in Path(trainer.args.output_dir).iterdir())
