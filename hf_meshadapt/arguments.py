@@ -247,9 +247,9 @@ class MeshAdaptArguments(AnchorArguments, ArgumentChecks, TrainingArguments):
             self.ddp_backend = "gloo"
         if self.ddp_timeout is None:
             self.ddp_timeout = math.ceil(self.link_timeout_seconds)
-        if self.ddp_backend == "gloo" and not self.emulated:
+        if not self.emulated:
             # TrainingArguments would do it, but on the CPU without a deadline.
-            join_world("gloo", self.ddp_timeout)
+            join_world(self.ddp_backend, self.ddp_timeout)
         super().__post_init__()
 
     def to_dict(self) -> dict:

@@ -6,7 +6,7 @@ Pure filesystem code (no torch). A checkpoint is an ordinary Hugging Face folder
     mesh_state/optimizer-stage-0000i.safetensors + .json   optimizer state by parameter name, one pair per stage
     mesh_state/rank-0000i.safetensors + .json              random number generators, scheduler, extras
     mesh_state/sync-0000i.safetensors + .json              error feedback, outer model, weights of replicas that step apart
-    mesh_state/mesh.json                                   mesh shape, step, versions; written last
+    mesh_state/mesh.json                                   mesh shape, step, versions, files; written last
 
 Where adapters are trained, `adapter_config.json` and `adapter_model.safetensors` stand in place of config and weights.
 """
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MESH_STATE = "mesh_state"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+TRAINER_STATE = "trainer_state.json"  # transformers' name
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 MESH_FORMAT = 1
 PARTIAL_PREFIX = ".partial-"
@@ -108,7 +109,7 @@ def weight_map(folder: Path) -> dict[str, Path]:
 
 
 def save_mesh_info(folder: Path, mesh: dict, step: int) -> Path:
-    """Writes `mesh_state/mesh.json`; call it last, its presence says that the rest was written.
+    """Writes `mesh_state/mesh.json`; call it last: its presence says that the rest was written, and it lists that.
 
     Args:
         folder: the (partial) checkpoint folder.
@@ -120,12 +121,28 @@ def save_mesh_info(folder: Path, mesh: dict, step: int) -> Path:
     versions["hf_meshadapt"] = hf_meshadapt.__version__
     path = folder / MESH_STATE / "mesh.json"
     path.parent.mkdir(exist_ok=True)
-    write_json(path, {"format": MESH_FORMAT, "step": step, "mesh": mesh, "versions": versions})
+    files = [file.relative_to(folder).as_posix() for file in _files_to_resume(folder)]
+    write_json(path, {"format": MESH_FORMAT, "step": step, "mesh": mesh, "versions": versions, "files": files})
     return path
 
 
+def _files_to_resume(folder: Path) -> list[Path]:
+    """What a run reads to resume, of what is there: weights, the trainer's state, and what ranks and stages keep."""
+    kept = [path for path in (folder / MESH_STATE).glob("*-*") if path.suffix in (".json", ".safetensors")]
+    single = [folder / name for name in (INDEX_NAME, TRAINER_STATE) if (folder / name).exists()]
+    return sorted({*weight_map(folder).values(), *single, *kept})
+
+
+def _listed(folder: Path) -> list[Path]:
+    """The files that made it whole when it was written, on this machine; none where an older version wrote it."""
+    files = load_mesh_info(folder).get("files", [])
+    if not isinstance(files, list) or any(str(Path(str(name)).parent) not in (".", MESH_STATE) for name in files):
+        raise ValueError(f"{folder / MESH_STATE / 'mesh.json'} is damaged: files={files!r}; use another checkpoint")
+    return [folder / name for name in files]
+
+
 def load_mesh_info(folder: Path) -> dict:
-    """Contents of `mesh.json`: `format`, `step`, `mesh`, `versions`.
+    """Contents of `mesh.json`: `format`, `step`, `mesh`, `versions`, and `files` but in older ones.
 
     Raises:
         FileNotFoundError: the checkpoint has none, so a mesh did not write it or did not finish.
@@ -210,17 +227,22 @@ def discard_partials(output_dir: Path) -> None:
                 os.rename(aside, final)
 
 
-def checkpoint_fault(folder: Path) -> str | None:
+def checkpoint_fault(folder: Path, weights_only: bool = False) -> str | None:
     """Why a checkpoint cannot be resumed from, or None when it is whole.
 
-    Whole is: `mesh.json` is readable, every shard that the index names and every safetensors file of `mesh_state/`
-    is there, as long as its own header says.
+    Whole is: every file that `mesh.json` lists, every shard that the index names and whatever else there is to resume
+    from is there; safetensors files are as long as their own headers say, and JSON can be read to its end. (So sizes
+    need no list, and `trainer_state.json` may be edited.) A machine's own filesystem has the files of its own ranks,
+    and its own list.
+
+    Args:
+        weights_only: look at the weights alone.
     """
     try:
-        load_mesh_info(folder)
-        shards = set(weight_map(folder).values())
-        for path in sorted(shards) + sorted((folder / MESH_STATE).glob("*.safetensors")):
-            read_header(path)
+        listed = _listed(folder)
+        files = weight_map(folder).values() if weights_only else [*listed, *_files_to_resume(folder)]
+        for path in sorted(set(files)):
+            read_json(path) if path.suffix == ".json" else read_header(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None

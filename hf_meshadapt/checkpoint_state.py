@@ -231,11 +231,13 @@ def load_rank_state(folder: Path, rank: int) -> RankState:
     """One rank's state, tensors on the CPU.
 
     Raises:
-        FileNotFoundError: the checkpoint was written by fewer ranks.
+        FileNotFoundError: the checkpoint was written by fewer ranks, or another machine has this one's.
     """
     stem = _rank_stem(folder, rank)
     if not stem.with_suffix(".json").exists():
-        raise FileNotFoundError(f"{folder / MESH_STATE} has no state of rank {rank}: a smaller mesh wrote it")
+        raise FileNotFoundError(
+            f"{folder / MESH_STATE} has no state of rank {rank}: fewer ranks wrote it, or it was not copied here"
+        )
     stored = load_file(stem.with_suffix(".safetensors"))
     tree = _unpack(read_json(stem.with_suffix(".json")), stored)
     tensors = {name.removeprefix("tensors/"): tensor for name, tensor in stored.items() if name.startswith("tensors/")}

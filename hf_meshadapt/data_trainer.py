@@ -22,6 +22,7 @@ from .batches import (
     without_repeats,
 )
 from .sampling import EpochSampler
+from .trl_data import refuse_emptied
 
 
 class DataMixin:
@@ -45,10 +46,12 @@ class DataMixin:
     def _get_eval_sampler(self, eval_dataset):
         return self._over_replicas(super()._get_eval_sampler(eval_dataset))
 
-    def _prepare_dataset(self, *args, **kwargs):
+    def _prepare_dataset(self, dataset, processing_class, args, *others):
         """TRL's: rank 0 goes first, the others find what it cached."""
         with self.engine.naming("the prepared data set from"), barriers_without_a_device():
-            return super()._prepare_dataset(*args, **kwargs)
+            prepared = super()._prepare_dataset(dataset, processing_class, args, *others)
+        refuse_emptied(dataset, prepared, name=others[-1], max_length=args.max_length)
+        return prepared
 
     def _over_replicas(self, sampler):
         if isinstance(sampler, LengthGroupedSampler) and not self.engine.mesh.emulated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .pipeline.adapters import is_adapted
 from .preference import PAIR_LOSSES
+from .trl_data import refuse_empty
 
 # Options of DPOConfig that a mesh would ignore or get wrong, and what to do instead.
 UNSUPPORTED_OPTIONS = {
@@ -48,7 +49,7 @@ def refuse_options(args) -> None:
 
 
 def refuse_arguments(model, given: dict) -> None:
-    """Raises NotImplementedError for arguments of `MeshAdaptDPOTrainer`.
+    """Raises NotImplementedError for arguments of `MeshAdaptDPOTrainer`, ValueError for a data set without rows.
 
     Args:
         given: the others, by name.
@@ -58,3 +59,4 @@ def refuse_arguments(model, given: dict) -> None:
             raise NotImplementedError(f"{name}: {reason}")
     if is_adapted(model):
         raise NotImplementedError(f"a {type(model).__name__} as model: {UNSUPPORTED_ARGUMENTS['peft_config']}")
+    refuse_empty(given)

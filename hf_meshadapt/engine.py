@@ -14,6 +14,7 @@ from .config import BoundaryConfig, DataParallelConfig, MeshConfig
 from .devices import finish_kernels
 from .drift import DriftCheck
 from .fingerprints import Fingerprint, model_fingerprint
+from .folder_lock import FolderLock
 from .ledger import Ledger
 from .memory import RankWeights
 from .mesh import MeshGroups, MeshTopology
@@ -66,7 +67,7 @@ class MeshEngine(PipelineGradients):
         self.mesh, self.boundary, self.data_parallel = mesh, boundary, data_parallel or DataParallelConfig()
         self._anchored = anchored
         self.topology = MeshTopology(mesh.stages, mesh.replicas, rank)
-        self.ledger = Ledger(counts_bytes=mesh.wire_backend == "gloo")
+        self.ledger, self.folder_lock = Ledger(counts_bytes=mesh.wire_backend == "gloo"), FolderLock()
         self.sockets, self.step_meter = self.ledger.sockets, self.ledger.step_meter
         self.waiter = Waiter(self._describe_stage, mesh.timeout_seconds, self.step_meter.add_wait)
         if not mesh.emulated:

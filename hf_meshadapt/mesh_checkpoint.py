@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from .adapter_checkpoint import merge_adapter, save_stage_adapter
@@ -22,8 +21,6 @@ from .checkpoint_folder import (
     MESH_STATE,
     checkpoint_fault,
     commit,
-    discard_partials,
-    last_whole_checkpoint,
     load_mesh_info,
     open_partial,
     save_mesh_info,
@@ -58,9 +55,13 @@ class SaveSite:
         parent: existing folder under which the partial folder is made.
         name: name of the folder to be.
         keep_local: do not bring weights to rank 0's machine (`save_on_each_node`).
+        exclusive: keep other runs out of `parent` from now on, until the run ends.
+
+    Raises:
+        ValueError: another run keeps this one out; at the rank that writes.
     """
 
-    def __init__(self, engine: MeshEngine, parent: Path, name: str, keep_local: bool = False):
+    def __init__(self, engine: MeshEngine, parent: Path, name: str, keep_local: bool, exclusive: bool = False):
         self.engine, self.final = engine, parent / name
         self.rank = engine.topology.rank
         self.group = engine.groups.save if engine.groups else None
@@ -78,6 +79,8 @@ class SaveSite:
         self.keeps_copy = trains_copy and stages - 1 in self.local_stages and 0 not in self.local_stages
         self.partial = self.final.with_name(f".partial-{name}")
         if self.is_leader:
+            if exclusive:
+                engine.folder_lock.hold(parent)
             open_partial(self.final)
         self.barrier()
 
@@ -156,7 +159,7 @@ def save_checkpoint(
         Whether this rank is the one that clears older checkpoints of its filesystem away. All ranks have the new one.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    site = SaveSite(engine, final.parent, final.name, keep_local)
+    site = SaveSite(engine, final.parent, final.name, keep_local, exclusive=True)
     site.write_weights()
     if optimizer is not None:
         _write_state(site, optimizer, scheduler_state)
@@ -207,13 +210,16 @@ def layers_of(engine: MeshEngine) -> list[int]:
     return [len(span) for span in engine.parts.spans]
 
 
-def load_weights(engine: MeshEngine, folder: Path) -> None:
+def load_weights(engine: MeshEngine, folder: Path, weights_only: bool = False) -> None:
     """This rank's weights, or its adapters, from a checkpoint of any mesh shape.
+
+    Args:
+        weights_only: nothing else will be loaded from it, so that nothing else need be whole.
 
     Raises:
         ValueError: the checkpoint is not whole, of a larger model, or an adapter beside whole weights.
     """
-    fault = checkpoint_fault(folder)
+    fault = checkpoint_fault(folder, weights_only)
     if fault is not None:
         raise ValueError(f"{folder} is not a whole checkpoint of a mesh run ({fault}): use another")
     parts = engine.parts
@@ -268,35 +274,3 @@ def load_rng(engine: MeshEngine, folder: Path) -> None:
         logger.warning("%s; random numbers of this rank start anew", error)
     else:
         restore_rng(state.rng)
-
-
-def newest_common(engine: MeshEngine, output_dir: Path) -> Path | None:
-    """The newest checkpoint that is whole for every rank, after clearing what a killed save left. Collective.
-
-    Returns:
-        None where this rank has none.
-
-    Raises:
-        ValueError: the ranks' filesystems have no whole checkpoint of the same step.
-    """
-    group = engine.groups.save if engine.groups else None
-    first_of_machine = engine.topology.rank == 0 or os.environ.get("LOCAL_RANK") == "0"
-    if first_of_machine and output_dir.is_dir():
-        discard_partials(output_dir)
-    if group is not None:
-        dist.barrier(group)
-    folder = last_whole_checkpoint(output_dir)
-    step = int(folder.name.split("-")[1]) if folder else -1
-    if group is not None:
-        oldest = torch.tensor(step)
-        dist.all_reduce(oldest, op=dist.ReduceOp.MIN, group=group)
-        if int(oldest) != step:
-            # A machine can lack the newest one when all were killed while they committed it.
-            folder = output_dir / f"checkpoint-{int(oldest)}"
-            fault = checkpoint_fault(folder) if int(oldest) >= 0 else "another rank has no whole checkpoint at all"
-            if fault is not None:
-                raise ValueError(
-                    f"resume_from_checkpoint=True: {output_dir} of {engine.topology.describe()} shares no whole "
-                    f"checkpoint with the other ranks' ({fault}). Give every machine the same ones, or start anew"
-                )
-    return folder

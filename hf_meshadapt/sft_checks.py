@@ -7,6 +7,7 @@ import os
 
 from .pipeline.adapters import is_adapted
 from .pipeline.microbatch import largest_divisor
+from .trl_data import given_datasets, refuse_empty
 
 # Options of SFTConfig that a mesh would ignore or get wrong, and what to do instead.
 UNSUPPORTED_OPTIONS = {
@@ -54,6 +55,7 @@ def refuse_arguments(model, args, trainer_arguments: dict) -> None:
             f"trust_remote_code=True with model={model!r}: stages of remote-code models are not loaded by name. Load the "
             "model with AutoModelForCausalLM.from_pretrained and pass it"
         )
+    refuse_empty(trainer_arguments)
     prepares = not (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
     tokenises = prepares and trainer_arguments.get("formatting_func") is None
     for name, dataset in given_datasets(trainer_arguments):
@@ -67,14 +69,6 @@ def refuse_arguments(model, args, trainer_arguments: dict) -> None:
             )
         if columns and tokenises:
             refuse_columns(name, set(columns), args.dataset_text_field)
-
-
-def given_datasets(trainer_arguments: dict) -> list[tuple[str, object]]:
-    """The data sets to train and to evaluate on, each with its name: `eval_dataset` may be a dict of them."""
-    evaluated = trainer_arguments.get("eval_dataset")
-    parts = evaluated.items() if isinstance(evaluated, dict) else [(None, evaluated)]
-    named = [("eval_dataset" if key is None else f"eval_dataset[{key!r}]", part) for key, part in parts]
-    return [("train_dataset", trainer_arguments.get("train_dataset")), *named]
 
 
 def refuse_columns(name: str, columns: set[str], text_column: str) -> None:

@@ -14,6 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
+    SaveStrategy,
     has_length,
     rotate_checkpoints,
 )
@@ -37,6 +38,7 @@ from .pipeline.microbatch import pad_rows
 from .pipeline.stage import LossFunction
 from .progress import show_progress, tell
 from .reports import mesh_report
+from .resume_choice import newest_common
 from .trainer_checks import (
     loss_function,
     refuse_foreign_loader,
@@ -113,12 +115,14 @@ class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
         if self._starts_anew and self.state.global_step:
             raise NotImplementedError("train() again with model_init: stages are not built anew. Make another trainer")
         # Trainer's own exchanges over all ranks do not say whom they waited for.
-        with self.engine.naming("Trainer's exchange with"), self.anchoring.running():
+        with self.engine.naming("Trainer's exchange with"), self.anchoring.running(), self.engine.folder_lock as lock:
             if self.args.runs_anchor:
                 return self.anchoring.serve()
+            if self.engine.topology.rank == 0 and self.args.save_strategy != SaveStrategy.NO:
+                lock.refuse_held(Path(self.args.output_dir))  # now, not at the first save
             resume_from_checkpoint = asked_checkpoint(resume_from_checkpoint, Path(self.args.output_dir))
             if resume_from_checkpoint is True:
-                folder = mesh_checkpoint.newest_common(self.engine, Path(self.args.output_dir))
+                folder = newest_common(self.engine, Path(self.args.output_dir))
                 if folder is None:
                     raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in {self.args.output_dir}")
                 resume_from_checkpoint = str(folder)
@@ -129,7 +133,7 @@ class MeshAdaptMixin(DataMixin, EvaluationMixin, HubMixin):
         mesh_checkpoint.load_weights(self.engine, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        mesh_checkpoint.load_weights(self.engine, Path(self.state.best_model_checkpoint))
+        mesh_checkpoint.load_weights(self.engine, Path(self.state.best_model_checkpoint), weights_only=True)
 
     def _wrap_model(self, model, training=True, dataloader=None):
         # Anything but the model itself tells Trainer to leave it alone: stages are wrapped by the engine.

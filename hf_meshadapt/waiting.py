@@ -131,13 +131,20 @@ def within(timeout_seconds: float, function: Callable[[], Result]) -> Result:
     return outcome.result()
 
 
-def join_world(backend: str, timeout_seconds: float) -> None:
+def join_world(backend: str | None, timeout_seconds: float) -> None:
     """Forms the process group of all ranks that the launcher started, where that has not been done yet.
+
+    Args:
+        backend: any but gloo is left to TrainingArguments, which gives it its deadline.
 
     Raises:
         LinkError: a rank did not come in time; says which address was tried and how many ranks were awaited.
+        ValueError: the launcher gave a port at which nobody can be met.
     """
     if dist.is_initialized():
+        return
+    refuse_bad_port(os.environ.get("MASTER_PORT", ""))
+    if backend != "gloo":
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, num_ranks, host, port = (os.environ.get(name, "") for name in names)
@@ -155,6 +162,17 @@ def join_world(backend: str, timeout_seconds: float) -> None:
             "network interfaces, that GLOO_SOCKET_IFNAME names the one to use (`meshadapt env` lists them). Allow more "
             "time with ddp_timeout"
         ) from error
+
+
+def refuse_bad_port(port: str) -> None:
+    """Raises ValueError for a MASTER_PORT at which ranks can never meet; one that is not set is torch's to miss."""
+    number = port.strip()
+    if port and not (number.isascii() and number.isdecimal() and 0 < int(number) < 2**16):
+        raise ValueError(
+            f"MASTER_PORT={port}: must be a port number, 1 to 65535, the same on all machines. Give torchrun "
+            "--master_port 29500 or another free one (0 lets each process look for a port of its own), or, on one "
+            "machine, --standalone"
+        )
 
 
 def _await_listener(host: str, port: str, timeout_seconds: float) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..json_lines import read_json_lines, read_text
-from .options import add_command
+from .options import add_command, model_source
 
 PRUNING_BATCHES = 16
 # Choices: cosine of anchor gradients that have a direction in common, and a change of a cosine that is worth a word.
@@ -22,7 +22,7 @@ def add_commands(commands) -> None:
         "measure whether gradients of a model are of low rank, how fast they age, and what boundaries leave of them",
         "meshadapt diagnose HuggingFaceTB/SmolLM2-135M-Instruct --data train.jsonl --out runs/diagnosis",
     )
-    command.add_argument("model", metavar="MODEL", help="name or folder of a causal language model")
+    command.add_argument("model", type=model_source, metavar="MODEL", help="name or folder of a causal language model")
     command.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="text (.txt), or JSON lines (.jsonl) with a text each"
     )
@@ -33,6 +33,7 @@ def add_commands(commands) -> None:
     )
     command.add_argument(
         "--pruning-twin",
+        type=model_source,
         metavar="DIR",
         help="a model trained without coding: print how MODEL and it bear pruning, too",
     )

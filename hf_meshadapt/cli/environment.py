@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .options import add_command
+from .options import add_command, model_source
 
 # Of the memory plan: default and help.
 PLAN_OPTIONS = {
@@ -26,7 +26,12 @@ def add_commands(commands) -> None:
         "print versions, devices and network interfaces, and the memory that a model needs on every rank",
         "meshadapt env --model meta-llama/Llama-3.2-1B --stages 4 --replicas 2 --length 1024",
     )
-    env.add_argument("--model", metavar="NAME", help="name or folder of a model: plan its memory; loads no weights")
+    env.add_argument(
+        "--model",
+        type=model_source,
+        metavar="NAME",
+        help="name or folder of a model: plan its memory; loads no weights",
+    )
     for option, (default, text) in PLAN_OPTIONS.items():
         choices = ["float32", "bfloat16"] if option == "--dtype" else None
         env.add_argument(option, type=type(default), choices=choices, help=f"{text} (default: {default})")

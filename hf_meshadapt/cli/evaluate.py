@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .options import add_command, existing_folder
+from .options import add_command, existing_folder, model_source
 
 
 def add_commands(commands) -> None:
@@ -18,7 +18,9 @@ def add_commands(commands) -> None:
         "--tasks", help="comma-separated: tasks of lm-eval, tasks that ship here, or domains (see --list)"
     )
     command.add_argument("--list", action="store_true", help="print the domains and the tasks that ship here")
-    command.add_argument("--base", metavar="MODEL", help="evaluate this model too, for a table of before and after")
+    command.add_argument(
+        "--base", type=model_source, metavar="MODEL", help="evaluate this model too, for a table of before and after"
+    )
     command.add_argument("--limit", type=int, metavar="N", help="only the first N examples of every task")
     command.add_argument(
         "--num-fewshot", type=int, metavar="N", help="examples in the prompt (default: the task's own)"

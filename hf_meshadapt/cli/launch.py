@@ -142,12 +142,24 @@ def launch_command(config: str | None, num_processes: int | None, script: list[s
 def config_file(name: str) -> Path:
     """
     Raises:
-        ValueError: neither one of ours nor a file.
+        ValueError: neither one of ours nor a file of YAML with a mapping, of which the launcher would show a traceback.
     """
+    import yaml
+
     from ..shipped import shipped_file
 
     if name in CONFIGS:
         return shipped_file(f"accelerate_configs/{name}.yaml")
     if not Path(name).is_file():
         raise ValueError(f"--config={name}: no such file. Use one of {', '.join(CONFIGS)} or a path")
+    try:
+        content = yaml.safe_load(Path(name).read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config={name}: not YAML ({error}). Give a launch file of `accelerate config`") from error
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise ValueError(
+            f"--config={name}: holds {found}, and a launch file maps names to values, such as `num_processes: 2`. Give one "
+            "of `accelerate config`"
+        )
     return Path(name)

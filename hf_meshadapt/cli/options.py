@@ -25,3 +25,16 @@ def existing_folder(text: str) -> Path:
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a folder")
     return folder
+
+
+def model_source(text: str) -> str:
+    """A model's folder, or what can be its name on the Hub, as argparse's `type`."""
+    from ..hub_names import hub_id
+
+    if not Path(text).is_dir() and hub_id(text) is None:
+        raise argparse.ArgumentTypeError(f"{text} is neither a model's folder nor a name that the Hub takes")
+    if Path(text).is_dir() and not any(
+        (Path(text) / name).is_file() for name in ("config.json", "adapter_config.json")
+    ):
+        raise argparse.ArgumentTypeError(f"{text} holds no model (config.json is missing)")
+    return text

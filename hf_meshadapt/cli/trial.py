@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from .options import add_command
+from .options import add_command, model_source
 
 
 def add_commands(commands) -> None:
@@ -17,7 +17,7 @@ def add_commands(commands) -> None:
         "meshadapt try HuggingFaceTB/SmolLM2-135M-Instruct --data trl-lib/Capybara --stages 4 --link-mbps 100",
     )
     add = command.add_argument
-    add("model", metavar="MODEL", help="name or folder of a causal language model")
+    add("model", type=model_source, metavar="MODEL", help="name or folder of a causal language model")
     add("--data", required=True, metavar="X", help="a file (.jsonl, .txt, ...), a folder, or a data set of the Hub, with "
         "`text`, `messages`, or `prompt` and `completion`")  # fmt: skip
     add("--data-config", metavar="NAME", help="configuration of a data set of the Hub")

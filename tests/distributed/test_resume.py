@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hf_meshadapt import checkpoint, mesh_checkpoint
+from hf_meshadapt.folder_lock import FolderLock
 from tests.architectures import make_architecture
 from tests.equality import collate, mesh_trainer, tiny_model
 from tests.launch import start_ranks
@@ -161,6 +162,33 @@ def test_a_run_killed_while_it_replaces_a_checkpoint_continues_from_the_old_one(
     assert (tmp_path / "run" / ".replaced-checkpoint-4").exists()
     resumed = fork(train, 2, resume=True, **options | {"save_at": ()})
     assert_same_run(resumed, whole)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint-2", "checkpoint-4"}
+
+
+# Damaged, or another run's -------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_refused_by_name_and_another_runs_folder_is_left_alone(tmp_path):
+    options = dict(folder=tmp_path / "run", kind="llama", dropout=0.2, **TWO_STAGES, **DENSE)
+    whole = fork(train, 2, save_at=(2, 4), **options)
+    damaged = tmp_path / "run" / "checkpoint-4"
+    (damaged / "mesh_state" / "rank-00001.safetensors").unlink()  # without it rank 1 alone would know
+    with pytest.raises(AssertionError) as caught:
+        fork(train, 2, resume=damaged, **options)
+    fault = f"ValueError: {damaged} is not a whole checkpoint of a mesh run (FileNotFoundError"
+    assert str(caught.value).count(fault) == 2 and "rank-00001.safetensors'): use another" in str(caught.value)
+    (tmp_path / "run" / ".partial-checkpoint-6").mkdir()
+    with FolderLock() as lock:
+        lock.hold(tmp_path / "run")
+        for chosen in (dict(resume=True), dict(save_at=(1,))):
+            with pytest.raises(
+                AssertionError, match="ValueError: output_dir=.*another run saves its checkpoints there"
+            ):
+                fork(train, 1, **options, **chosen)
+        assert (tmp_path / "run" / ".partial-checkpoint-6").exists()  # the other run's
+    resumed = fork(train, 2, resume=True, **options)
+    assert_same_run(resumed, whole)
+    assert all(f"{damaged} is not a whole checkpoint and is passed over" in run["warnings"][0] for run in resumed)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint-2", "checkpoint-4"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from hf_meshadapt.checkpoint_folder import (
     load_mesh_info,
     open_partial,
     save_mesh_info,
+    write_json,
 )
 from hf_meshadapt.checkpoint_state import save_rank_state
 from tests.tiny_stages import assert_same_weights, cut, save_all_stages, tiny_model
@@ -32,6 +34,7 @@ def save_checkpoint(output_dir: Path, step: int, whole) -> Path:
     save_all_stages(partial, whole, "llama", True)
     merge_index(partial)
     save_rank_state(partial, 0, rng={}, scheduler={"step": step}, tensors={"fill": torch.full((4,), float(step))})
+    write_json(partial / "trainer_state.json", {"global_step": step})
     save_mesh_info(partial, {"stages": 2}, step)
     commit(partial, final)
     return final
@@ -59,6 +62,56 @@ def test_last_whole_checkpoint_is_the_newest_whole_one(tmp_path):
     assert "update it" in checkpoint_fault(nine)
     discard_partials(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-11", "checkpoint-9"]
+
+
+NEEDED = ("trainer_state.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+          "mesh_state/rank-00000.json", "mesh_state/rank-00000.safetensors")  # fmt: skip
+
+
+def test_a_checkpoint_that_was_not_copied_whole_is_passed_over(tmp_path, caplog):
+    whole = tiny_model("llama", True)
+    older, newer = (save_checkpoint(tmp_path, step, whole) for step in (1, 2))
+    assert set(load_mesh_info(newer)["files"]) == {*NEEDED, "model-00002-of-00002.safetensors"}
+    for name in NEEDED:
+        content = (newer / name).read_bytes()
+        for damage in (b"", content[:-2], None):
+            if damage is None:
+                (newer / name).unlink()
+            else:
+                (newer / name).write_bytes(damage)
+            fault = checkpoint_fault(newer)
+            assert fault and Path(name).name in fault and "\n" not in fault, (name, damage)
+            caplog.clear()
+            assert last_whole_checkpoint(tmp_path) == older
+            assert str(newer) in caplog.text and Path(name).name in caplog.text
+            # The best model of a run needs its weights alone.
+            assert (checkpoint_fault(newer, weights_only=True) is None) == (not name.startswith("model"))
+        (newer / name).write_bytes(content)
+    assert last_whole_checkpoint(tmp_path) == newer
+    # What a person may change, or what others add, is not looked at.
+    for name in ("README.md", "config.json", "mesh_state/notes.txt"):
+        (newer / name).write_text("{")
+    assert checkpoint_fault(newer) is None
+
+
+def test_a_checkpoint_without_a_list_is_whole_by_what_it_has(tmp_path):
+    """As versions before the list wrote it."""
+    folder = save_checkpoint(tmp_path, 1, tiny_model("llama", True))
+    info = load_mesh_info(folder)
+    del info["files"]
+    write_json(folder / "mesh_state" / "mesh.json", info)
+    assert checkpoint_fault(folder) is None
+    state = folder / "mesh_state" / "rank-00000.json"
+    content = state.read_text()
+    state.write_text(content[:-3])
+    assert "rank-00000.json is not valid JSON" in checkpoint_fault(folder)
+    state.write_text(content)
+    (folder / "trainer_state.json").write_text("")
+    assert "trainer_state.json is not valid JSON" in checkpoint_fault(folder)
+    for strange in (["../outside.json"], "trainer_state.json", ["/x.json"]):
+        (folder / "trainer_state.json").write_text("{}")
+        (folder / "mesh_state" / "mesh.json").write_text(json.dumps(info | {"files": strange}))
+        assert "mesh.json is damaged" in checkpoint_fault(folder)
 
 
 def test_commit_replaces_and_an_interrupted_replacement_is_undone(tmp_path):

@@ -26,6 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("launch", "try", "env", "diagnose", "eval", "merge", "push", "card")
 
 
+LAUNCH_FILES = {
+    "list.yaml": b"- num_processes: 2\n",
+    "empty.yaml": b"# nothing\n",
+    "broken.yaml": b"a: [1\nb: {",
+    "weights.bin": bytes(range(256)),
+}
+
+
 def test_help_is_light():
     code = (
         "import sys; from hf_meshadapt.cli.main import make_parser; make_parser().format_help();"
@@ -64,17 +72,41 @@ def test_every_command_explains_itself_with_an_example(command, capsys):
         ("launch --config cpu_2x1 --anchor-devices 1 train.py", "--anchor-devices has no effect"),
         ("launch --config two_machines_2x1 --anchor 1 train.py", "it is for several machines"),
         ("launch --config cpu_2x1 --anchor 1 train.py --circuit fast", "--circuit with --anchor"),
-        ("env --model . --stages 0", "pipeline_stages=0: must be at least 1"),
+        ("env --model x --stages 0", "pipeline_stages=0: must be at least 1"),
         ("env --stages 1", "--stages has no effect without --model"),
+        ("launch --config list.yaml train.py", "--config=list.yaml: holds a list, and a launch file maps names"),
+        ("launch --config empty.yaml train.py", "--config=empty.yaml: holds nothing"),
+        ("launch --config broken.yaml train.py", "--config=broken.yaml: not YAML (while parsing"),
+        ("launch --config weights.bin --anchor 1 train.py", "--config=weights.bin: not YAML"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for name, content in LAUNCH_FILES.items():
+        (tmp_path / name).write_bytes(content)
     assert main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     with pytest.raises((ValueError, NotImplementedError)):
         main(["--traceback", *arguments.split()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("env --model /nosuch", "/nosuch is neither a model's folder nor a name that the Hub takes"),
+        ("env --model .", ". holds no model (config.json is missing)"),
+        ("try ./nosuch --data x.jsonl", "./nosuch is neither"),
+        ("diagnose a/b/c --data x.jsonl", "a/b/c is neither"),
+        ("diagnose a/b --data x.jsonl --pruning-twin .", ". holds no model"),
+        ("eval . --tasks sql --base /nosuch", "/nosuch is neither"),
+    ],
+)
+def test_a_model_that_cannot_be_one_is_a_mistake(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as done:
+        main(arguments.split())
+    assert done.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_unknown_options_are_refused(capsys):

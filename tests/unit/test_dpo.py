@@ -177,6 +177,16 @@ def test_arguments_that_are_refused(tmp_path, arguments, message):
         mesh_trainer(str(tmp_path), trainer=arguments)
 
 
+def test_a_length_that_leaves_nothing_is_said_to(tmp_path):
+    with pytest.raises(
+        ValueError, match="train_dataset is empty after TRL prepared it: at max_length=1 none of its 24"
+    ):
+        mesh_trainer(str(tmp_path), max_length=1)
+    for name in ("train_dataset", "eval_dataset"):  # from the beginning
+        with pytest.raises(ValueError, match=f"^{name} is empty. Give it at least one row"):
+            mesh_trainer(str(tmp_path), trainer={name: pairs(1, 1).select([])})
+
+
 def test_other_arguments_and_models_with_adapters(tmp_path):
     from peft import get_peft_model
 

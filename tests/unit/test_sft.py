@@ -149,6 +149,19 @@ def test_columns_that_a_person_names(build, named):
     assert [len(row["input_ids"]) for row in trainer.train_dataset] == [3 if named else 4] * 4
 
 
+def test_a_length_that_leaves_nothing_is_said_to(build):
+    long = datasets.Dataset.from_list([{"prompt": "w1 w2 w3 w4 ", "completion": "w5"}] * 3)
+    short = datasets.Dataset.from_list([{"prompt": "w1 ", "completion": "w5"}] * 4)
+    message = "train_dataset is empty after TRL prepared it: at max_length=4 none of its 3 rows .*Raise max_length"
+    with pytest.raises(ValueError, match=message):
+        build("completion", max_length=4, trainer={"train_dataset": long})
+    with pytest.raises(ValueError, match="^eval_dataset is empty after TRL prepared it"):
+        build("completion", max_length=4, trainer={"train_dataset": short, "eval_dataset": long})
+    for name in ("train_dataset", "eval_dataset"):  # from the beginning
+        with pytest.raises(ValueError, match=f"^{name} is empty. Give it at least one row"):
+            build("completion", trainer={name: long.select([])})
+
+
 def test_a_model_and_its_tokenizer_by_name(build, tmp_path):
     folder = tmp_path / "model"
     tiny_model("llama_tied").save_pretrained(folder)

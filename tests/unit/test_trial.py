@@ -230,5 +230,5 @@ def test_numbers_out_of_range_are_refused_before_anything_is_loaded(capsys):
         "--learning-rate -1": "must be positive",
         "--budget 2": "must lie in (0, 1]",
     }.items():
-        assert main(["try", "/nowhere", "--data", "/nowhere", *options.split()]) == 2
+        assert main(["try", "nowhere", "--data", "/nowhere", *options.split()]) == 2
         assert message in capsys.readouterr().err

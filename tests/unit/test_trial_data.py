@@ -56,7 +56,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
 def test_a_broken_file_is_an_error_of_one_line(name, text, words, tmp_path, capsys):
     (tmp_path / name).write_text(text)
     for data in (tmp_path / name, tmp_path):
-        assert main(["try", "/nowhere", "--data", str(data)]) == 2
+        assert main(["try", "nowhere", "--data", str(data)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: --data={tmp_path}") and words in line
 
