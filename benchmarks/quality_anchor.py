@@ -6,13 +6,16 @@ a gain only where it beats that, at the same K, and its boundary alone.
 
 Runs without an anchor that `benchmarks.boundary_quality` has made are taken over from its results.
 
-Every configuration trains at the learning rate of its family, the best one on one seed; run the part `learning_rate`
-first, else it is 1e-4. Rows already in the results file are kept, so that the study can be run in pieces:
+Every configuration trains at the learning rate of its family, the best one on one seed of GSM8K at 4 stages; run the part
+`learning_rate` first. Baselines, and at 8 stages and on the second corpus what is dense or coded by `transform`, train at
+1e-4, as in `benchmarks.boundary_quality`.
+
+Rows already in the results file are kept, so that the study can be run in pieces:
 `python -m benchmarks.quality_anchor --part learning_rate headline --minutes 100`. `--merge` adds the runs of other results
 files.
 
-Gap closed is (loss before - loss) / (loss before - dense loss), against the dense run of the same seed at its best rate, of
-4 stages at any depth.
+Gap closed is (loss before - loss) / (loss before - dense loss), against the dense run of the same seed, of 4 stages at any
+depth: on GSM8K at 4 stages at the best rate, else at 1e-4.
 """
 
 from __future__ import annotations
@@ -88,19 +91,26 @@ SHARED = {
     "dense": "dense", "mask95_zero": "mask95_zero", "mask95_mean": "mask95_mean", "transform": "transform_5",
     **{name: name for name in CODECS},
 }  # fmt: skip
-# A direction that stays the same for K steps diverges at a rate that single steps bear, and few steps bear a larger one.
-RATES = {"blend": (2e-5, 5e-5), "anchor_only": (RATE, 3e-4)}
+# By family, named by the configuration on which they are tried. A direction that stays the same for K steps diverges at a
+# rate that single steps bear, and few steps bear a larger one.
+RATES = {
+    "dense": (5e-5, RATE, 2e-4),
+    "transform": (5e-5, RATE, 2e-4),
+    "mask95_mean": (5e-6, 1e-5, 2e-5, RATE),
+    "mask95_mean_diagonal": (5e-6, 1e-5, 2e-5, 5e-5, RATE),
+    "mask95_mean_blend": (2e-5, 5e-5),
+    "anchor_only": (RATE, 3e-4),
+}
+COMMON = {"dense": RATE, "transform_diagonal": RATE}
+# Rules whose learning rates differ from those of what they are added to.
+OWN_RATES = ("blend", "anchor_only")
 # (configuration, stages, learning rate or None for the best found, seed, corpus) by part.
 Row = tuple[str, int, float | None, int, str]
 STUDY: dict[str, list[Row]] = {
-    "learning_rate": [
-        (name, 4, rate, 0, "gsm8k")
-        for name in HEADLINE
-        for rate in RATES.get(name.removeprefix("mask95_mean_"), (5e-5, RATE, 2e-4))
-    ],
+    "learning_rate": [(name, 4, rate, 0, "gsm8k") for name, rates in RATES.items() for rate in rates],
     "headline": [(name, 4, None, seed, "gsm8k") for seed in SEEDS for name in HEADLINE],
-    "deep": [(name, 8, None, seed, "gsm8k") for seed in SEEDS for name in BEST],
-    "second_corpus": [(name, 4, None, seed, "kjv") for seed in SEEDS for name in BEST],
+    "deep": [(name, 8, COMMON.get(name), seed, "gsm8k") for seed in SEEDS for name in BEST],
+    "second_corpus": [(name, 4, COMMON.get(name), seed, "kjv") for seed in SEEDS for name in (*BEST, "mask95_mean")],
     "rest": [(name, 4, None, 0, "gsm8k") for name in REST],
 }
 
@@ -117,26 +127,33 @@ def shared_runs(steps: int) -> list[dict]:
     ]
 
 
+def family_of(name: str) -> str | None:
+    """The configuration on which the learning rate of this one was chosen; None for baselines, which train at `RATE`."""
+    shorter = name.removesuffix("_k5")
+    if shorter in RATES:
+        return shorter
+    if shorter == "mask95_zero":
+        return "mask95_mean"
+    masks = name.startswith("mask") or name == "paper"
+    return "mask95_mean_diagonal" if masks else "transform" if name.startswith("transform_diagonal") else None
+
+
 def best_rate(runs: list[dict], name: str) -> float:
-    """The learning rate with the least loss on one seed; of a configuration without such runs its family's."""
+    """The learning rate with the least loss of a configuration's family on one seed."""
     losses = {
         run["learning_rate"]: run["loss"]
         for run in runs
-        if (run["configuration"], run["stages"], run["seed"], run["corpus"]) == (name, 4, 0, "gsm8k")
+        if (run["configuration"], run["stages"], run["seed"], run["corpus"]) == (family_of(name), 4, 0, "gsm8k")
     }
-    if losses:
-        return min(losses, key=losses.get)
-    shorter = name.rpartition("_")[0]
-    return best_rate(runs, shorter) if shorter else RATE
+    return min(losses, key=losses.get) if losses else RATE
 
 
 def summarise(runs: list[dict]) -> list[dict]:
     """Means over seeds, one row per configuration, stages, corpus and learning rate."""
-    rate = best_rate(runs, "dense")
     dense = {
-        (run["seed"], run["corpus"]): run["loss"]
+        (run["learning_rate"], run["seed"], run["corpus"]): run["loss"]
         for run in runs
-        if run["configuration"] == "dense" and run["learning_rate"] == rate and run["stages"] == 4
+        if run["configuration"] == "dense" and run["stages"] == 4
     }
     groups: dict[tuple, list[dict]] = {}
     for run in runs:
@@ -147,24 +164,31 @@ def summarise(runs: list[dict]) -> list[dict]:
 def added(run: dict, possible: float, runs: list[dict]) -> float | None:
     """What the anchor added to a run's share of the gap; None without one, or where its boundary alone was not run.
 
+    Beside the boundary alone at the same learning rate; of rules that bear another, at its own best.
+
     Args:
         possible: what dense training gained.
     """
-    wanted = (ALONE.get(run["configuration"]), run["stages"], run["seed"], run["corpus"], RATE)
+    name = ALONE.get(run["configuration"])
+    if name is None:
+        return None
+    rate = best_rate(runs, name) if run["rule"] in OWN_RATES else run["learning_rate"]
+    wanted = (name, run["stages"], run["seed"], run["corpus"], rate)
     names = ("configuration", "stages", "seed", "corpus", "learning_rate")
     alone = (other for other in runs if tuple(other[name] for name in names) == wanted)
     return next(((other["loss"] - run["loss"]) / possible for other in alone), None)
 
 
-def summary(members: list[dict], dense: dict[tuple[int, str], float], runs: list[dict]) -> dict:
+def summary(members: list[dict], dense: dict[tuple[float, int, str], float], runs: list[dict]) -> dict:
     """One row out of the runs of its seeds.
 
     Args:
-        dense: loss of the dense run by seed and corpus.
+        dense: loss of the dense run by learning rate, seed and corpus.
         runs: all, for what the anchor added to each: `added_mean` in shares of the gap, paired by seed.
     """
     first, losses = members[0], [run["loss"] for run in members]
-    pairs = [(run, dense.get((run["seed"], run["corpus"]))) for run in members]
+    rate = best_rate(runs, "dense") if (first["corpus"], first["stages"]) == ("gsm8k", 4) else RATE
+    pairs = [(run, dense.get((rate, run["seed"], run["corpus"]))) for run in members]
     gaps = [
         (run["loss_before"] - run["loss"]) / (run["loss_before"] - loss) for run, loss in pairs if loss is not None
     ]

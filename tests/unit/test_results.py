@@ -92,24 +92,35 @@ def test_the_studies_configurations_are_arguments(tmp_path):
         boundary_quality.arguments(str(tmp_path), name, 8, 1e-4, 0, **configuration)
 
 
-def runs_of(method: str, beside: dict) -> list[dict]:
-    """Runs of the anchor's study at the common learning rate, of another row's corpus and depth."""
-    wanted = (method, beside["corpus"], beside["stages"], quality_anchor.RATE)
-    keys = ("method", "corpus", "stages", "learning_rate")
-    rows = [row for row in rows_of("quality_anchor") if tuple(row[key] for key in keys) == wanted]
-    return [run for row in rows for run in row["runs"]]
+def losses_of(rows: list[dict], **wanted) -> dict[int, float]:
+    """Losses by seed of the rows of the anchor's study with these values."""
+    found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return {run["seed"]: run["loss"] for row in found for run in row["runs"]}
 
 
 def test_quality_anchor_means_follow_from_the_runs():
-    for row in rows_of("quality_anchor"):
+    rows = rows_of("quality_anchor")
+    tried = {"stages": 4, "corpus": "gsm8k"}
+    best = {
+        name: min(rates, key=lambda rate: losses_of(rows, method=name, learning_rate=rate, **tried)[0])  # at seed 0
+        for name, rates in quality_anchor.RATES.items()
+    }
+    for row in rows:
         losses = [run["loss"] for run in row["runs"]]
         assert row["loss_mean"] == pytest.approx(sum(losses) / len(losses))
         assert row["seeds"] == [run["seed"] for run in row["runs"]]
+        place = {"stages": row["stages"], "corpus": row["corpus"]}
+        rate = best["dense"] if place == tried else quality_anchor.RATE
+        dense = losses_of(rows, method="dense", learning_rate=rate, stages=4, corpus=row["corpus"])
+        gaps = [(run["loss_before"] - run["loss"]) / (run["loss_before"] - dense[run["seed"]]) for run in row["runs"]]
+        assert row["gap_closed_mean"] == pytest.approx(np.mean(gaps))
         if row["added_mean"] is not None:
-            alone = {run["seed"]: run["loss"] for run in runs_of(quality_anchor.ALONE[row["method"]], row)}
-            dense = {run["seed"]: run["loss"] for run in runs_of("dense", row | {"stages": 4})}
-            pairs = [run for run in row["runs"] if run["seed"] in alone]
-            shares = [(alone[r["seed"]] - r["loss"]) / (r["loss_before"] - dense[r["seed"]]) for r in pairs]
+            alone, rate = quality_anchor.ALONE[row["method"]], row["learning_rate"]
+            if row["rule"] in quality_anchor.OWN_RATES:
+                rate = best["mask95_mean"]
+            beside = losses_of(rows, method=alone, learning_rate=rate, **place)
+            pairs = [run for run in row["runs"] if run["seed"] in beside]
+            shares = [(beside[r["seed"]] - r["loss"]) / (r["loss_before"] - dense[r["seed"]]) for r in pairs]
             assert row["added_mean"] == pytest.approx(np.mean(shares))
             if len(shares) > 1:
                 assert row["added_se"] == pytest.approx(np.std(shares, ddof=1) / len(shares) ** 0.5)
