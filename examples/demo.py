@@ -236,7 +236,8 @@ def main():
     console.print(results_table(results))
     console.print(anchor_table(results))
     print(anchor_verdict(results))
-    print("Losses are on held-out problems, uncoded. Plain masking does not learn this task at this scale:")
+    print("Losses are on held-out problems, uncoded. Plain masking does not learn this task at this learning rate,")
+    print("and little of it at a lower one:")
     print('see "What is measured" in README.md.')
     print(f"Figures: {results_file}  Checkpoints: {OUTPUT}/<run>  Time: {time.time() - start:.0f} s")
 
